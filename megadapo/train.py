@@ -68,7 +68,6 @@ def _train_from_checkpoint(
         repeated=schedule,
         folder=run.folder,
         unfinished=unfinished,
-        on_progress=run.log.status.report_progress,
         status=run.log.status,
     ) as workers:
         for _ in training_steps(config, run, workers):

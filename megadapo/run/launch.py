@@ -56,9 +56,6 @@ from megadapo.weights.config import SenderName
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[int, int], None]
-"""Receives micro-batches computed and tokens generated, every few seconds."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
@@ -79,7 +76,6 @@ def start_workers(
     repeated: Path | None = None,
     folder: Path | None = None,
     unfinished: Checkpoint | None = None,
-    on_progress: OnProgress | None = None,
     status: StatusFile | None = None,
 ) -> Iterator[Workers]:
     """Start trainer and engines at `checkpoint`, if there is one; end them on exit.
@@ -90,8 +86,8 @@ def start_workers(
         folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
             None: they are lost.
         unfinished: an older checkpoint, to resume its evaluation; step 0: the first weights.
-        on_progress: called every few seconds while trainer or engines work.
-        status: receives the state of the engines; with it and `folder`, engines join and leave.
+        status: receives the progress of trainer and engines, and the state of the engines; with
+            it and `folder`, engines join and leave.
     """
     with ExitStack() as stack:
         # a resumed run needs the model's own weights only to finish evaluating them
@@ -109,13 +105,13 @@ def start_workers(
         if replay is None:
             workers = _start_live(
                 *(config, settings, phases, stack, inputs, texts),
-                *(folder, repeated, on_progress, status),
+                *(folder, repeated, status),
             )
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
             workers = _start_replay(
-                config, settings, phases, stack, rollouts, tokenizer, texts, on_progress
+                config, settings, phases, stack, rollouts, tokenizer, texts, status
             )
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
@@ -167,7 +163,6 @@ def _start_live(
     pretraining_data: PretrainingStream | None,
     folder: Path | None,
     repeated: Path | None,
-    on_progress: OnProgress | None,
     status: StatusFile | None,
 ) -> Workers:
     first = at_start(config, folder)
@@ -189,7 +184,7 @@ def _start_live(
         reserved=_reserved_engine(config, trainer, reserved, watch),
     )
     stack.callback(evaluations.close)
-    progress = _progress(on_progress, trainer, engines, reserved)
+    progress = _progress(status, trainer, engines, reserved)
     watch.add(trainer.check, engines.check, evaluations.check, progress)
     if host is not None:
         watch.add(host.check)
@@ -243,13 +238,13 @@ def _start_replay(
     rollouts: ReplayedRollouts,
     tokenizer: PreTrainedTokenizerBase,
     pretraining_data: PretrainingStream | None,
-    on_progress: OnProgress | None,
+    status: StatusFile | None,
 ) -> Workers:
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     watch = Watch()
     watch.add(cluster.daemons.check, during_updates=False)
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)
-    watch.add(_progress(on_progress, trainer))
+    watch.add(_progress(status, trainer))
     gpus = GpuSharing(trainer)
     step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data)
     return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=tokenizer)
@@ -291,11 +286,11 @@ def _sends_deltas(config: RunConfig) -> bool:
 
 
 def _progress(
-    on_progress: OnProgress | None, trainer: Trainer, *pools: Engines | None
+    status: StatusFile | None, trainer: Trainer, *pools: Engines | None
 ) -> Callable[[], None]:
     def progress() -> None:
-        if on_progress is not None:
+        if status is not None:
             num_tokens = sum(pool.num_tokens for pool in pools if pool is not None)
-            on_progress(trainer.num_micro_batches, num_tokens)
+            status.report_progress(trainer.num_micro_batches, num_tokens)
 
     return progress

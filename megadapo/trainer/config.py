@@ -151,13 +151,31 @@ class TrainerConfig(Section, title="trainer"):
         return max(1.0, self.timeout_s / 3)
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._stage_conflicts()
+        if self.pipeline_parallel == 1:
+            for name in ("first_stage_layers", "last_stage_layers"):
+                if getattr(self, name):
+                    yield (
+                        f"trainer.{name} = {getattr(self, name)} has no effect with one stage: set "
+                        "trainer.pipeline_parallel above 1, or leave it out"
+                    )
+            if self.virtual_pipeline > 1:
+                yield (
+                    f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
+                    "several stages: set trainer.pipeline_parallel above 1, or leave it out"
+                )
         if self.bucket_parameters and not self.overlap_data_parallel:
             yield (
                 f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
                 "trainer.overlap_data_parallel = true"
             )
-        yield from self._expert_conflicts()
+        per_stage = self.tensor_parallel * self.num_replicas
+        if per_stage % (self.expert_parallel * self.expert_tensor_parallel):
+            yield (
+                f"trainer.expert_parallel = {self.expert_parallel} x trainer.expert_tensor_parallel"
+                f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
+                "(trainer.tensor_parallel x trainer.context_parallel x trainer.data_parallel), "
+                "which share the experts"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield (
                 "trainer.sequence_parallel splits over the tensor-parallel ranks: set "
@@ -172,31 +190,6 @@ class TrainerConfig(Section, title="trainer"):
     def num_replicas(self) -> int:
         """Number of ranks with the same weights: they sum gradients and shard Adam."""
         return self.data_parallel * self.context_parallel
-
-    def _stage_conflicts(self) -> Iterator[str]:
-        if self.pipeline_parallel > 1:
-            return
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if getattr(self, name):
-                yield (
-                    f"trainer.{name} = {getattr(self, name)} has no effect with one stage: set "
-                    "trainer.pipeline_parallel above 1, or leave it out"
-                )
-        if self.virtual_pipeline > 1:
-            yield (
-                f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
-                "several stages: set trainer.pipeline_parallel above 1, or leave it out"
-            )
-
-    def _expert_conflicts(self) -> Iterator[str]:
-        per_stage = self.tensor_parallel * self.num_replicas
-        if per_stage % (self.expert_parallel * self.expert_tensor_parallel):
-            yield (
-                f"trainer.expert_parallel = {self.expert_parallel} x trainer.expert_tensor_parallel"
-                f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
-                "(trainer.tensor_parallel x trainer.context_parallel x trainer.data_parallel), "
-                "which share the experts"
-            )
 
 
 class CriticOptimizerConfig(Section, title="critic.optimizer"):

@@ -117,7 +117,7 @@ class Trainer:
                 for rank, handle in enumerate(self.ranks)
             ]
         )
-        self.checkpoint_bytes = sum(sizes)
+        self.checkpoint_bytes: int = sum(sizes)
         """Approximate size of a checkpoint's shards."""
         self._heartbeats = self._watch_heartbeats()
 

@@ -126,8 +126,6 @@ def _blocks(
             ranks.setdefault(_coordinate(position), []).append(rank)
 
     def block(part: str | int, *pp_ranks: int) -> _PlannedBlock:
-        if part not in holders:
-            raise WeightError(f"No trainer rank holds {part}.")
         stage = tuple(tuple(ranks) for ranks in holders[part].values())
         if isinstance(part, str):
             return _PlannedBlock(part, None, stage, pp_ranks)
@@ -182,11 +180,9 @@ def _intersect(
     shard: Shard, offset: int, run: Run, owned: Iterable[_Owned]
 ) -> Iterator[tuple[_Owned, Copy]]:
     """Yield the copies that fill one run of an engine's shard."""
-    covered = 0
     for one in owned:
         low, high = max(run.start, one.run.start), min(run.stop, one.run.stop)
         if low < high:
-            covered += high - low
             yield (
                 one,
                 Copy(
@@ -200,11 +196,6 @@ def _intersect(
                     expert=shard.expert,
                 ),
             )
-    if covered != run.size:
-        raise WeightError(
-            f"{run.tensor}[{run.start}:{run.stop}] of {shard.name}: trainer ranks hold "
-            f"{covered} of {run.size} positions."
-        )
 
 
 def _bundles(
@@ -330,8 +321,6 @@ class _Assigner:
             rank = self._least_loaded((stage, owners, place), lambda: near, size)
             return rank, rank, rank
         senders = [rank for rank, at in enumerate(nodes) if at == place]
-        if not senders:
-            raise WeightError(f"No trainer rank shares {place}, from which an engine could read.")
         on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
         present, loads = self._present.get((host, block, bundle)), self._sent
         if on_host:

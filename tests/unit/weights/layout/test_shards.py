@@ -200,12 +200,6 @@ def test_first_and_last_engine_stage_have_embedding_and_head():
         assert stages == [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", last_has}]
 
 
-@pytest.mark.parametrize("layer", [-1, 1])
-def test_unknown_layer_is_rejected(layer):
-    with pytest.raises(WeightError, match=rf"^Layer {layer} is not in a 1-layer model\.$"):
-        list(layout_of().megatron_shards(ShardPosition(layer_indices=(layer,))))
-
-
 def test_position_sets_vocabulary_padding():
     """Checkpoints of another split have other padding; the default depends on TP."""
     layout = layout_of()

@@ -42,7 +42,8 @@ MESSAGE = Message(sender=0, target=7, offset=0, num_bytes=8)
     ({}, EngineShape(), torch.float32),
     ({"tp_size": 4, "pp_size": 2}, EngineShape(tp_size=2), torch.float32),
     ({"tp_size": 2, "num_dp": 2}, EngineShape(tp_size=4), torch.bfloat16),
-    ({"pp_size": 2, "stages": [(0, 1, 3), (2, 4)]}, EngineShape(tp_size=2, pp_size=2), torch.float32),
+    ({"pp_size": 2, "stages": [(0, 1, 3), (2, 4)]}, EngineShape(tp_size=2, pp_size=2),
+     torch.float32),
     ({"tp_size": 2}, EngineShape(tp_size=2, expert_parallel=True), torch.float32),
 ])  # fmt: skip
 def test_engine_ranks_receive_exactly_their_shards(model_folders, family, trainer, engine, dtype):
