@@ -156,7 +156,7 @@ def make_base_model(
         config = supervised_config(
             model, recipe, num_experts=num_experts, num_steps=num_steps, lr=lr, seed=seed
         )
-        cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
+        cluster = Cluster(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
         trainer = Trainer(trainer_settings(config), cluster, log_folder=model / "logs")
         losses = []
         with Progress() as progress:

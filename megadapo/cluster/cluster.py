@@ -12,10 +12,9 @@ from typing import Any
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.health import nodes_to_leave_out
-from megadapo.cluster.local_ray import LocalRay
 from megadapo.cluster.nodes import NodeFolders, alive_nodes, lost_nodes
 from megadapo.cluster.places import Place, PlaceRequest, Slot, wait_for_places
-from megadapo.cluster.ray_connection import RayDaemonWatch, connect_to_ray, leave_ray, watch_daemons
+from megadapo.cluster.ray_connection import connect_to_ray, leave_ray, watch_daemons
 from megadapo.errors import InfraError
 
 
@@ -25,46 +24,24 @@ class Cluster:
     def __init__(
         self,
         config: ClusterConfig,
-        trainer: Place,
-        engines: Mapping[int, Place],
-        daemons: RayDaemonWatch,
-        *,
-        local: LocalRay | None = None,
-        folders: NodeFolders | None = None,
-    ) -> None:
-        """`local`: the Ray that this process has started; None for a joined cluster.
-
-        `folders`: folders that nodes which join later must see.
-        """
-        self.uses_cuda = config.uses_cuda
-        self.daemons = daemons
-        self._config, self._folders = config, folders
-        self._local = local
-        self._trainer = trainer
-        self._engines = dict(engines)
-        self._num_cores: dict[str, int] = {}
-        """Number of cores by node; empty unless a cluster was joined."""
-
-    @classmethod
-    def start(
-        cls,
-        config: ClusterConfig,
         *,
         num_trainer_ranks: int,
         num_engines: int,
         engine_ranks: int,
         tensor_parallel: int = 1,
         folders: NodeFolders | None = None,
-    ) -> Cluster:
+    ) -> None:
         """Start or join Ray and reserve the slots.
 
         Args:
             tensor_parallel: number of neighbouring trainer ranks that must be on one node.
             folders: folders that every node of a joined cluster must see.
         """
+        self.uses_cuda = config.uses_cuda
+        self._config, self._folders = config, folders
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
-        local = connect_to_ray(config, sum(layout))
-        daemons = watch_daemons(local)
+        self._local = connect_to_ray(config, sum(layout))
+        self.daemons = watch_daemons(self._local)
         left_out = nodes_to_leave_out(config)
         requests = [
             PlaceRequest(config, size, without=left_out, folders=folders, strategy="PACK")
@@ -74,22 +51,22 @@ class Cluster:
             replace(place, slots=sorted(place.slots, key=_sort_key))
             for place in wait_for_places(requests, config)
         ]
-        trainer = Place(None, [])
+        self._trainer = Place(None, [])
         if num_trainer_ranks:
-            trainer = replace(places[0], slots=places[0].slots[:num_trainer_ranks])
+            self._trainer = replace(places[0], slots=places[0].slots[:num_trainer_ranks])
         if config.placement == "colocated":
             starts = [engine_ranks * index for index in range(num_engines)]
             slots = places[0].slots
             engines = [replace(places[0], slots=slots[at : at + engine_ranks]) for at in starts]
         else:
             engines = places[len(places) - num_engines :]
+        self._engines = dict(enumerate(engines))
         engine_slots = [engine.slots for engine in engines]
-        check_nodes(trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
-        by_number = dict(enumerate(engines))
-        cluster = cls(config, trainer, by_number, daemons, local=local, folders=folders)
+        check_nodes(self._trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
+        self._num_cores: dict[str, int] = {}
+        """Number of cores by node; empty unless a cluster was joined."""
         for request in requests:
-            cluster._num_cores |= request.num_cores
-        return cluster
+            self._num_cores |= request.num_cores
 
     def trainer_cores(self) -> list[int]:
         """Return the number of cores of each trainer rank: its share of its node's cores."""

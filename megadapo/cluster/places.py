@@ -116,7 +116,6 @@ class PlaceRequest:
         self.num_cores: dict[str, int] = {}
         """Number of cores by node; empty unless a cluster was joined."""
         self._nodes: list[str] = []
-        """Address of each slot's node."""
         self._calls: dict[str, ObjectRef[Any]] = {}
         """Questions to the nodes, by the name of the one who answers."""
         self._open = ExitStack()

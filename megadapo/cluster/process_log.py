@@ -18,7 +18,6 @@ from pathlib import Path
 from megadapo.errors import InfraError
 
 LOGS_FOLDER = "logs"
-"""Name of the folder of logs in a run's folder."""
 START_LINE = "=== a process starts ===\n"
 """First line that a process writes; it separates the processes that share a log."""
 STACK_SIGNAL = signal.SIGUSR1

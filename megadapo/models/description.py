@@ -90,7 +90,6 @@ class ModelDescription:
     initializer_range: float
     """Standard deviation of random matrices."""
     routing: Routing | None = None
-    """Routing of a model with experts."""
 
     @property
     def expert_choices_per_token(self) -> int:

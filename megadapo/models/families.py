@@ -37,9 +37,7 @@ class Family:
     architecture: str
     """Name in `architectures` of the Hugging Face configuration."""
     model_type: str
-    """The `model_type` that belongs to it."""
     layer: tuple[Weight, ...]
-    """Weights of one decoder layer."""
     keys: tuple[str, ...] = ()
     """Keys of config.json that this family reads beside those of `models/keys.py`."""
     window_needs_flag: bool = True

@@ -40,7 +40,6 @@ class ReservedEngine:
     publish: Callable[[int], object]
     """Publishes the trainer's weights to it; the trainer keeps a copy for a restarted engine."""
     watch: Watch
-    """Checks of the run's processes."""
 
 
 def find_unfinished(

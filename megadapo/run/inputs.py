@@ -93,7 +93,6 @@ class SamplingInputs(RunPrompts):
 
     scorer: Scorer
     episodes: EpisodeRequests
-    """Environments of prompts."""
 
     @property
     def verifier(self) -> Verifier:
@@ -187,7 +186,7 @@ def start_cluster(
         present={key: path for key, path in models.items() if path.is_dir()},
     )
     with phases.phase("start Ray"):
-        cluster = Cluster.start(
+        cluster = Cluster(
             config.cluster,
             num_trainer_ranks=config.trainer.num_ranks if trains else 0,
             num_engines=num_engines,

@@ -110,7 +110,6 @@ class LiveRollouts(Rollouts):
     journal: Journal[Group] | None = None
     """The journal that keeps sampled groups until a checkpoint holds their step."""
     host: EpisodeHostActor | None = None
-    """The host of the environments, if there are any."""
 
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()

@@ -57,7 +57,7 @@ def answer_of(script: str, *arguments: str, **environment: str) -> Any:
 
 
 DRIVER = """
-cluster = Cluster.start(
+cluster = Cluster(
     ClusterConfig(device="cpu"), num_trainer_ranks=3, num_engines=2, engine_ranks=1
 )
 
@@ -114,7 +114,7 @@ LOCAL = """
 from megadapo.cluster.ray_connection import accepts_without_token
 
 for _ in range(int(sys.argv[1])):
-    cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
+    cluster = Cluster(ClusterConfig(device="cpu"), **ONE_EACH)
     admits = accepts_without_token()
     token = os.environ["RAY_AUTH_TOKEN"]
     logs = ray._private.worker._global_node.get_session_dir_path()
@@ -159,7 +159,7 @@ ray.init(
     address="local", num_cpus=2 * num_gpus, num_gpus=num_gpus, include_dashboard=False,
     log_to_driver=False,
 )
-cluster = Cluster.start(ClusterConfig(**config), **sizes)
+cluster = Cluster(ClusterConfig(**config), **sizes)
 
 @ray.remote
 class Actor:
@@ -217,7 +217,7 @@ config = ClusterConfig(
 )
 folders = NodeFolders(shared=folder, present={"model.path": folder})
 sizes = {"num_trainer_ranks": 1, "num_engines": 2, "engine_ranks": 1}
-cluster = Cluster.start(config, **sizes, folders=folders)
+cluster = Cluster(config, **sizes, folders=folders)
 gpus = [cluster.engine_gpus(index)[0] for index in (0, 1)]
 request = cluster.request_engine(1)
 answers = {"full": wait_for(request, 2) is None}
@@ -261,7 +261,7 @@ STOPS = """
 from megadapo.cluster import ray_connection
 
 ray_connection.LIMIT_S, ray_connection.LEAVE_S = 7.0, 3.0
-cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
+cluster = Cluster(ClusterConfig(device="cpu"), **ONE_EACH)
 (daemon,) = [
     one for one in psutil.Process().children(recursive=True)
     if one.cmdline() and one.cmdline()[0].endswith("/" + sys.argv[1])
@@ -308,7 +308,7 @@ def test_driver_does_not_wait_for_lost_daemon(tmp_path, daemon, how, exit_code, 
 
 
 JOIN = """
-Cluster.start(ClusterConfig(device="cpu", address="auto"), **ONE_EACH).shutdown()
+Cluster(ClusterConfig(device="cpu", address="auto"), **ONE_EACH).shutdown()
 """
 
 
@@ -345,11 +345,11 @@ nodes = Nodes(initialize_head=True, head_node_args={**NODE, "num_cpus": 1})
 nodes.add_node(**NODE, num_cpus=1, env_vars={"PATH": path})
 config = ClusterConfig(device="cpu", address=nodes.address)
 try:
-    Cluster.start(config, **ONE_EACH)
+    Cluster(config, **ONE_EACH)
 except ConfigError as error:
     print(error, file=sys.stderr)
 config = config.model_copy(update={"allow_unauthenticated": True})
-Cluster.start(config, **ONE_EACH).shutdown()
+Cluster(config, **ONE_EACH).shutdown()
 code = run_command(["doctor", f"--cluster={nodes.address}", *arguments])
 nodes.shutdown()
 sys.exit(code)

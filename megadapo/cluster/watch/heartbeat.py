@@ -153,9 +153,7 @@ class _Watched:
     log: Path
     last: Heartbeat = Heartbeat()
     silent_s: float = 0.0
-    """Seconds without a new heartbeat."""
     stalled_s: float = 0.0
-    """Seconds without progress."""
 
     def update(self, seconds: float) -> None:
         """Read the heartbeat, `seconds` after the last time."""

@@ -269,7 +269,7 @@ def trainer_alone(config: RunConfig, settings: TrainerSettings | None = None) ->
     from megadapo.run.processes import trainer_settings
     from megadapo.trainer.trainer import Trainer
 
-    cluster = Cluster.start(
+    cluster = Cluster(
         config.cluster, num_trainer_ranks=config.trainer.num_ranks, num_engines=0, engine_ranks=1
     )
     try:

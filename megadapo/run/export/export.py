@@ -43,7 +43,6 @@ _SPECIAL_TOKENS = ("bos_token_id", _END, "pad_token_id")
 CARD_FILE = "README.md"
 CARD_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 Kind = Literal["policy", "critic", "reward model"]
-"""Kind of an exported model."""
 RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "evaluation")
 """Sections of the configuration that the card shows."""
 _RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))

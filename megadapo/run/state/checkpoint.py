@@ -100,7 +100,6 @@ Commit = Callable[[Mapping[str, Any], Mapping[str, Any]], "Checkpoint"]
 """Completes a checkpoint from the run's state and further keys of the manifest; the state has JSON
 values, or dataclasses."""
 CHECKPOINTS = "checkpoints"
-"""Name of the checkpoints' folder in the run's folder."""
 GIB = 1 << 30
 REMOVABLE = ("checkpoints/aside-*", "checkpoints/damaged-*", "exports", "aside", "rollouts", "logs")
 """Entries of a run's folder that only people need."""

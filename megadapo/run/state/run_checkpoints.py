@@ -72,7 +72,6 @@ class RunCheckpoints:
         self._saved_step = 0
         """Step of the newest save, complete or pending, or the step resumed from."""
         self._began_at = 0.0
-        """Time at which the newest save began."""
         self._slowest_s = 0.0
         self._failing_since = math.inf
         """Time of the first failed save since one has succeeded."""

@@ -186,7 +186,6 @@ STOP_FILE = "stop"
 RESTART = "restart"
 """Beginning of a stop file after which a supervisor starts the run again."""
 LOOK_S = 2.0
-"""Seconds between two looks."""
 WRITING_S = 0.2
 """Seconds in which the text of a new file appears."""
 MAX_TEXT = 200

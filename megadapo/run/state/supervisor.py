@@ -126,7 +126,6 @@ def _without_numbers(reason: str) -> str:
 
 RESUME = "--run.resume=auto"
 LOOK_S = 1.0
-"""Seconds between two looks at the driver."""
 COUNTED_LOOKS = 5
 """Longest time between two looks that counts as silence of the driver, in looks; in a longer one
 this process was suspended, and perhaps the driver with it."""

@@ -41,7 +41,6 @@ class _Place:
     """Place of a parameter in a checkpoint."""
 
     stored: str
-    """Name of the stored tensor."""
     numbers: tuple[int, ...]
     """Layer and expert, as far as they are axes of the stored tensor."""
     lengths: tuple[int, ...]

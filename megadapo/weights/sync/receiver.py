@@ -58,7 +58,6 @@ class WeightReceiver:
     ) -> None:
         self._plan, self._dtype = plan, dtype
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Shape of every parameter of this rank."""
         self._expected: Counter[str] = Counter()
         for shard in shards:
             stack = () if shard.expert is None else (shard.num_experts,)

@@ -62,7 +62,6 @@ class InitInfo(WeightTransferInitInfo):
     bucket_bytes: int
     transport: Transport
     offers: list[Offer | None]
-    """Offer of each trainer rank."""
     deltas: bool = False
     """Whether updates may send only the changes."""
 
@@ -75,7 +74,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Arguments of the first round: version, whether to keep checksums for a comparison at the
     end, and the fields of a `Delta` or None."""
     rounds: Sequence[int] = ()
-    """Rounds to receive."""
     checksums: list[list[list[int]]] | None = None
     """[sender][round] -> the trainer's checksum of every slice, to compare with."""
 

@@ -32,7 +32,7 @@ SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_
 
 def start_cluster(**config: Any) -> Cluster:
     rollout = RolloutConfig(**config)
-    return Cluster.start(
+    return Cluster(
         ClusterConfig(device="cpu"),
         num_trainer_ranks=1,
         num_engines=rollout.num_engines,
