@@ -51,14 +51,9 @@ else:
 def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     """Start or join Ray, unless this process is connected to it already.
 
-    Returns:
-        The Ray that this process has started; None for a joined cluster.
-
-    Raises:
-        ConfigError: the cluster to join needs no token, or `cluster.device` is auto and only the
-            nodes have GPUs.
-        InfraError: there is no cluster at the address, it refuses this process, or only this
-            machine has GPUs so far.
+    Return the Ray that this process has started; None for a joined cluster. Raise ConfigError if
+    the cluster to join needs no token, InfraError if none is at the address or it refuses this
+    process.
     """
     import ray
     from ray._raylet import Config  # type: ignore[attr-defined]

@@ -78,8 +78,7 @@ def start_processes(
 ) -> tuple[Trainer, Engines, Engines | None]:
     """Start engines and trainer, at once unless they share GPUs; end them with `stack`.
 
-    Returns:
-        The trainer, the engines for rollouts, and the engine reserved for held-out problems.
+    Return the trainer, the engines for rollouts, and the engine reserved for held-out problems.
     """
     # an engine measures the free memory of its GPU, so it must start alone
     one_by_one = config.cluster.engines_sleep
@@ -193,10 +192,8 @@ def start_engines_alone(
 ) -> tuple[Engines, EpisodeHostActor | None]:
     """Start engines with the weights of model.path and without a trainer; end them with `stack`.
 
-    `folder`: as in `start_environments`.
-
-    Returns:
-        The engines, and the host of the environments if there are any.
+    Return the engines, and the host of the environments if there are any. `folder`: as in
+    `start_environments`.
     """
     model, num_engines = Path(config.model.path), config.rollout.num_engines
     if (model / WHOLE_NAME).exists() and (model / INDEX_NAME).exists():

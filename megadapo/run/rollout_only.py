@@ -62,9 +62,8 @@ def start_rollouts(
     Results are written to a folder of their own, and replace earlier ones if no error ends the
     block. `show` gets each warning, after the step that it is about or after an error.
 
-    Returns:
-        A function that samples and scores the batch of a step, and saves its groups; and what
-        knows the prompts' environments.
+    Yield a function that samples and scores the batch of a step, and saves its groups; and what
+    knows the prompts' environments.
     """
     folder = _prepare_folder(config)
     with ExitStack() as stack:

@@ -104,10 +104,7 @@ def with_num_steps(config: RunConfig, num_rows: int) -> RunConfig:
 def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerState]:
     """Start the trainer at the run's checkpoint, if there is one; end it on exit.
 
-    Raises:
-        DataError: the rows differ from the checkpoint's.
-        InfraError: a rank did not start.
-        CorruptCheckpointError: a file of the checkpoint is damaged.
+    Raise DataError if the rows differ from the checkpoint's.
     """
     checkpoint = run.checkpoints.current
     is_strict = checkpoint is not None and not checkpoint.accepts_other_data

@@ -170,10 +170,9 @@ class Trainer:
     def begin_save(self, folder: Path) -> Callable[[], Files]:
         """Copy weights and optimizer to the hosts and start to write them into an empty folder.
 
-        Returns:
-            A function that waits until all ranks have written and returns all files of the
-            checkpoint. Any thread may call it, also beside other calls. It raises CheckpointError
-            if a rank could not write and InfraError if one is gone.
+        Return a function that waits until all ranks have written and returns all files. Any thread
+        may call it, also beside other calls. It raises CheckpointError if a rank could not write
+        and InfraError if one is gone.
         """
         num_bytes = sum(self.call_all("begin_save", folder.absolute()))
         return partial(

@@ -85,9 +85,7 @@ class ExportSource:
 def find_source(path: Path, step: int | None = None) -> ExportSource:
     """Return the checkpoint at `path`, or a run's checkpoint of `step` or its newest one.
 
-    Raises:
-        CheckpointError: it is missing or damaged, or the run has none of that step.
-        ConfigError: `path` is a checkpoint and `step` is given.
+    Raise CheckpointError if it is missing or damaged.
     """
     path = path.resolve()
     if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:

@@ -138,12 +138,10 @@ class Checkpoint:
 def load(path: Path, *, hashes: bool = True) -> Checkpoint:
     """Verify the checkpoint at `path` and read its state.
 
-    `hashes`: whether to hash the trainer's files too; their sizes are always compared.
+    Raise CorruptCheckpointError if it is incomplete or damaged, CheckpointError if it is from
+    another program or user, or has links, and InfraError if a file cannot be read.
 
-    Raises:
-        CorruptCheckpointError: it is incomplete or damaged.
-        CheckpointError: it is from another program or user, or has links.
-        InfraError: a file cannot be read.
+    `hashes`: whether to hash the trainer's files too; their sizes are always compared.
     """
     try:
         return _load(path, hashes=hashes)
@@ -245,11 +243,9 @@ class CheckpointStore:
     def begin(self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0) -> Commit:
         """Begin to write the checkpoint of `step`, the last completed one.
 
-        Raise CheckpointError if it exists, or if the disk has no room for its `num_bytes`.
-
-        Returns:
-            A function that waits for the trainer's files and completes the checkpoint; an error
-            leaves no file of it.
+        Return a function that waits for the trainer's files and completes the checkpoint; an error
+        leaves no file of it. Raise CheckpointError if the checkpoint exists, or if the disk has no
+        room for its `num_bytes`.
         """
         final = self.folder / f"step-{step}"
         temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
@@ -319,11 +315,9 @@ class CheckpointStore:
     def newest(self, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint that verifies, and one line for each newer one skipped.
 
-        `hashes`: whether to hash the trainer's files; otherwise their reader must do it.
-
-        Raises:
-            CheckpointError: there are checkpoints, but no usable one, so a start from step 0 would
-                lose the run; or a newer one may be sound and is not loaded.
+        Raise CheckpointError if there are checkpoints and none is usable: a start from step 0 would
+        lose the run. `hashes`: whether to hash the trainer's files; otherwise their reader must do
+        it.
         """
         found, skipped = self.newest_sound(hashes=hashes)
         if found is not None:

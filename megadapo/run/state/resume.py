@@ -139,12 +139,8 @@ def find_checkpoint(
     """Return the checkpoint that `run.resume` asks for, and messages for the user.
 
     The ranks hash the trainer's files when they load them. They are hashed here only if later
-    checkpoints must be set aside for this one.
-
-    Raises:
-        CheckpointError: it does not exist, "never" would mix two runs in one folder, or the run had
-            checkpoints and has none.
-        InfraError: the folder cannot be read.
+    checkpoints must be set aside for this one. Raise CheckpointError if it does not exist, if
+    "never" would mix two runs in one folder, or if the run had checkpoints and has none.
     """
     if config.run.resume == "auto":
         checkpoint, skipped = store.newest(hashes=False)

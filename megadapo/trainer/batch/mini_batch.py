@@ -136,14 +136,13 @@ def partition(
 ) -> list[list[list[int]]]:
     """Split one mini-batch into micro-batches.
 
+    Return [rank][micro_batch] -> sequence indices, ascending. Every rank has the same number of
+    micro-batches, at least one; some may be empty.
+
     Args:
         lengths: [S] tokens of each sequence.
         token_budget: largest number of tokens of a micro-batch; a longer sequence is alone.
         multiple_of: divides the number of micro-batches of a rank.
-
-    Returns:
-        [rank][micro_batch] -> sequence indices, ascending. Every rank has the same number of
-        micro-batches, at least one; some may be empty.
     """
     costs = [sequence_cost(length, hidden_size) for length in lengths]
     shares = balance(range(len(lengths)), costs, num_ranks)

@@ -160,9 +160,7 @@ def read_state(runs: Sequence[OwnedRun], folder: Path) -> None:
 def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Compare a checkpoint's files with their hashes, each file on one rank.
 
-    Raises:
-        CorruptCheckpointError: a file differs.
-        InfraError: a rank cannot read a file. Both are raised on every rank.
+    All ranks raise CorruptCheckpointError if one differs, InfraError if a rank cannot read one.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}

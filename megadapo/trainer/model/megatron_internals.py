@@ -97,9 +97,8 @@ def optimizer_state_of(
 ) -> Iterator[tuple[Tensor, int, int, dict[str, Tensor]]]:
     """Yield the run of elements that this rank updates, for every parameter that has one.
 
-    Yields:
-        The parameter, the run's first and last (excluded) element, and flat views of the
-        run's master ("fp32_param") and moments by name.
+    Yield the parameter, the run's first and last (excluded) element, and flat views of the run's
+    master ("fp32_param") and moments by name.
     """
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:

@@ -29,8 +29,7 @@ def join_groups(
 ) -> torch.device:
     """Join the world and form the tensor-, pipeline-, context- and data-parallel groups.
 
-    Returns:
-        The device on which this rank computes.
+    Return the device on which this rank computes.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

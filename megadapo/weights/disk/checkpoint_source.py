@@ -50,9 +50,9 @@ class _Place:
 def write_weights(
     source: TensorSource, layout: ModelLayout, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a model into an existing folder.
+    """Write a model into an existing folder, in the format of megatron-core.
 
-    The checkpoint is one that megatron-core loads at any split.
+    It loads the checkpoint at any split.
     """
     shards = list(layout.megatron_shards(_unsplit(layout)))
     names, file_name, pieces = {shard.name for shard in shards}, shard_name(0), []

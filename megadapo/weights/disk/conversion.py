@@ -196,12 +196,7 @@ def gguf_to_hf(source: Path, destination: Path) -> str:
     """Write the model and tokenizer of a GGUF file as a Hugging Face folder in fp32; describe it.
 
     Quantised weights get the values that they stand for. The folder gets its name when it is
-    complete.
-
-    Raises:
-        ConfigError: The packages of the extra `gguf` are not installed.
-        DataError: transformers cannot read the file, or not its tokenizer's rule.
-        WeightError: The destination exists.
+    complete. Raise DataError if transformers cannot read the file, or not its tokenizer's rule.
     """
     if missing := [name for name in GGUF_EXTRA if find_spec(name) is None]:
         raise ConfigError(

@@ -99,11 +99,8 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
     """Yield an empty folder to write, which gets the name `folder` when it is complete.
 
     All its files are on the disk before; an error removes them. Folders of killed commands of this
-    machine are removed.
-
-    Raises:
-        WeightError: `folder` exists and is not empty, or another command writes it.
-        InfraError: The disk refuses a write.
+    machine are removed. Raise WeightError if `folder` exists and is not empty, or if another
+    command writes it.
     """
     folder = Path(folder)
     check_new(folder)

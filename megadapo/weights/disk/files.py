@@ -105,11 +105,8 @@ def entry_of(path: Path) -> FileEntry:
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Compare the files of a folder with their entries.
 
-    A file that differs is read a second time, from the disk instead of the page cache.
-
-    Raises:
-        CorruptCheckpointError: A file differs in two complete reads.
-        InfraError: A file cannot be read here, which says nothing about what is in it.
+    Raise CorruptCheckpointError if a file differs in two complete reads, of which the second is
+    from the disk, and InfraError if it cannot be read here, which says nothing about what is in it.
     """
     for name, expected in sorted(files.items()):
         path = folder / name

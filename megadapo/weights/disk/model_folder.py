@@ -32,15 +32,12 @@ def check_model_folder(
 ) -> tuple[ModelDescription, list[str]]:
     """Check the configuration, the headers of the weights and the tokenizer of a folder.
 
+    Return the policy or critic that is made of it, and notes about files that are not read. Raise
+    an error of the first problem's type that lists all problems.
+
     Args:
         where: the folder as errors name it.
         as_critic: whether a critic is made of the model, which may be a critic already.
-
-    Returns:
-        The policy or critic that is made of it, and notes about files that are not read.
-
-    Raises:
-        MegadapoError: an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
     notes: list[str] = []

@@ -121,11 +121,7 @@ class Window:
 
 
 class StoredTensors:
-    """The tensors of one checkpoint folder, by name.
-
-    Raises:
-        CheckpointError: The metadata is missing, damaged or not a checkpoint's.
-    """
+    """The tensors of one checkpoint folder, by name; the metadata is read at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -305,10 +301,8 @@ def _extra_states(tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[str]
 def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of the checkpoint in `folder`.
 
-    Raises:
-    CheckpointError: It is missing or damaged, names a class that is not admitted (and is not
-        called), or points at files outside of the folder.
-    InfraError: It cannot be read.
+    Raise CheckpointError if it is missing or damaged, names a class that is not admitted (and is
+    not called), or points at files outside of the folder.
     """
     path = folder / METADATA_FILE
     try:

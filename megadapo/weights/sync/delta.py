@@ -98,13 +98,8 @@ def encode(
 ) -> tuple[torch.Tensor | None, int]:
     """Encode the differences between two images of a bundle, [n] bytes on one device.
 
-    Args:
-        before: The receiver's bytes.
-        after: The new bytes.
-
-    Returns:
-        The section, or None if it would not be smaller than the image; and the number of changed
-        elements.
+    Return the section, or None if it would not be smaller than the image; and the number of changed
+    elements. `before` are the receiver's bytes.
     """
     old, new = before.view(_WORDS[itemsize]), after.view(_WORDS[itemsize])
     indices = (old != new).nonzero().view(-1)
@@ -267,13 +262,12 @@ class DeltaState:
     ) -> Encoded | None:
         """Encode the changes of each bundle, and store its new bits as sent.
 
+        Return sizes and checksums; None if the limit is exceeded, and all weights must be sent.
+
         Args:
             transfers: The transfers that this rank owns.
             image_of: Returns the present bits of a bundle, as for `keep`.
             max_share: Share of the bundles' bytes that sections may take.
-
-        Returns:
-            Sizes and checksums; None if the limit is exceeded, and all weights must be sent.
         """
         self.drop_sections()
         limit = ALWAYS_ENCODED + max_share * sum(len(image) for image in self._images.values())

@@ -126,8 +126,7 @@ class WeightSender:
     ) -> Encoded | None:
         """Encode the changes of this rank's parameters since they were sent last.
 
-        Returns:
-            Sizes of the sections; None if they exceed `max_share` of all bytes.
+        Return sizes of the sections; None if they exceed `max_share` of all bytes.
         """
         assert self._state is not None, "prepare with deltas"
         return self._state.encode(
@@ -156,12 +155,9 @@ class WeightSender:
 
     @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
-        """Fill this rank's bucket of a round.
+        """Fill this rank's bucket of a round; return the checksum of every slice if requested.
 
         Collective over the trainer if the plan relays slices between its nodes.
-
-        Returns:
-            The checksum of every slice in the bucket, in order, if requested.
         """
         self._relay(round_number)
         sums = []
