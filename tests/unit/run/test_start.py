@@ -90,8 +90,8 @@ def test_ranks_know_whether_engines_use_their_gpu(monkeypatch, device, placement
     engines: Any = Calls("engines", [])
     monkeypatch.setattr(processes, "start_engines", lambda *args, **keys: engines)
     monkeypatch.setattr(
-        processes.Trainer,
-        "start",
+        processes,
+        "Trainer",
         lambda settings, *args, **keys: (
             started.append(settings.shares_gpu) or SimpleNamespace(shutdown=None)
         ),
@@ -134,7 +134,8 @@ def test_tokens_of_the_reserved_engine_are_progress(pools, tokens):
     reports = []
     trainer = SimpleNamespace(num_micro_batches=3)
     engines = [pool and SimpleNamespace(num_tokens=pool) for pool in pools]
-    _progress(lambda *counts: reports.append(counts), trainer, *engines)()
+    status: Any = SimpleNamespace(report_progress=lambda *counts: reports.append(counts))
+    _progress(status, trainer, *engines)()
     assert reports == [(3, tokens)]
 
 
