@@ -91,24 +91,17 @@ class Trainer:
         self._heartbeats: HeartbeatWatch | None = None
         self._heartbeat_lock = threading.Lock()
         recorder = flight_recorder(folder) if cluster.uses_cuda else {}
-        environments = [
-            recorder
-            | rank_environment(
-                settings.trainer,
-                uses_cuda=cluster.uses_cuda,
-                dtype=settings.model.dtype,
-                num_cores=cores,
-            )
-            for cores in cluster.trainer_cores()
-        ]
+        environment = partial(
+            rank_environment,
+            settings.trainer,
+            uses_cuda=cluster.uses_cuda,
+            dtype=settings.model.dtype,
+        )
+        environments = [recorder | environment(num_cores=n) for n in cluster.trainer_cores()]
         self.ranks = self._new_processes(environments, sends_while_training=sends_while_training)
         """One actor handle per rank; empty after they have ended."""
-        start = partial(
-            self._gather,
-            doing="start",
-            timeout_s=start_timeout_s,
-            limit="cluster.start_timeout_s",
-        )
+        limit = "cluster.start_timeout_s"
+        start = partial(self._gather, doing="start", timeout_s=start_timeout_s, limit=limit)
         self._locations = start([rank.location.remote() for rank in self.ranks])
         (first,) = start([self.ranks[0].find_rendezvous.remote(len(numbers))])
         sizes = start(
