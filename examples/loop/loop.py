@@ -15,17 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megadapo.algorithm.advantages import advantages, response_rewards
-from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig, load_config
-from megadapo.data.batch import PackedBatch, in_training_order, pack
+from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.inputs import SamplingInputs, start_cluster
 from megadapo.run.processes import GpuSharing, start_processes, trainer_settings
+from megadapo.run.step.training import pack_groups
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 
@@ -76,21 +75,6 @@ def start(config: RunConfig, stack: ExitStack) -> Pieces:
     return Pieces(sampler, trainer, publisher, GpuSharing(trainer, engines))
 
 
-def make_batch(groups: Sequence[Group], config: RunConfig) -> PackedBatch:
-    """Return the sequences of all responses with their advantages and loss weights."""
-    algorithm, size = config.algorithm, config.sampling.responses_per_prompt
-    longest = config.rollout.max_response_tokens
-    rewards = response_rewards(groups, algorithm, max_response_tokens=longest)
-    return pack(
-        groups,
-        advantages(groups, algorithm, max_response_tokens=longest, rewards=rewards),
-        loss_weights(groups, algorithm, group_size=size),
-        mini_batch_size=algorithm.responses_per_mini_batch,
-        group_size=size,
-        rewards=rewards,
-    )
-
-
 def publish(pieces: Pieces, step: int) -> None:
     """Send the weights to the engines, which sample with them from here on."""
     with pieces.gpus.publishing():
@@ -116,7 +100,8 @@ def train(config: RunConfig, pieces: Pieces) -> None:
     for step in range(1, config.run.num_steps + 1):
         sampled = pieces.sampler.next_batch()
         groups = in_training_order(sampled.groups, step - 1, config.groups_per_mini_batch)
-        batch = make_batch(groups, config)
+        # rewards, advantages, loss weights, packing
+        batch, _ = pack_groups(groups, config, policy_version=step - 1)
         pieces.gpus.start_update()
         request = UpdateRequest(batch=batch, step=step, policy_version=step - 1)
         update = pieces.trainer.update(request)

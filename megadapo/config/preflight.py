@@ -77,7 +77,7 @@ def check_run(
     """Check the files, devices and models that the configuration names.
 
     Args:
-        rows: reads the rows of a run without rollouts, which has prompts and rewards otherwise.
+        rows: reads the rows of a run without rollouts; None: prompts and rewards are checked.
         has_values: whether the run trains a reward model, so that model.path may be one.
         has_engines: whether the run generates.
 

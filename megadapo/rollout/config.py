@@ -206,8 +206,8 @@ class SamplingConfig(Section, title="sampling"):
     """sync: the first mixed groups in prompt order; every earlier group is waited for. rounds:
     fixed rounds that wait for their longest response. partial: unfinished responses continue in the
     next step, with its weights. one_step_off: as sync, while the trainer updates. async: engines
-    always generate; each publication of weights stops responses at a token, from which they
-    continue, and a batch is taken as soon as there is one."""
+    always generate; a publication of weights stops responses, which continue at the same
+    token, and a step begins as soon as enough groups are ready."""
     prompts_per_step: PositiveInt = 512
     """Groups in one step's batch."""
     responses_per_prompt: Annotated[int, Field(ge=2)] = 16

@@ -60,7 +60,8 @@ from megadapo.weights.sync.sender import WeightSender
 
 
 class TrainerRank(TrainedModel):
-    """Model and optimizer of one rank. Every method is collective, properties are not."""
+    """Model and optimizer of one rank. All ranks call each method at once, unless it says
+    otherwise; properties need no other rank."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class TrainerRank(TrainedModel):
             model,
             settings.trainer.optimizer,
             folder,
-            # a fixed reference policy keeps them, also if a checkpoint is loaded next
+            # a fixed reference policy has the first weights, also if a checkpoint is loaded next
             needs_weights=settings.reads_weights or keeps_first,
         )
         self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)

@@ -43,8 +43,8 @@ def check_failures(
 ) -> None:
     """Check the share of a step's responses that reward functions or environments failed on.
 
-    It compares with a whole batch at least, and not at the end of the step: a function that always
-    fails must not use up the prompts.
+    The share is of a whole batch at least. It is checked after every group, so that a function that
+    always fails ends the run before it has used up the prompts.
 
     Args:
         max_share: largest share, reward.max_failed_share.
@@ -71,7 +71,9 @@ def check_failures(
         )
 
 
-def check_size(num_found: int, batch: SampledBatch, config: SamplingConfig, verdict: str) -> None:
+def check_enough_groups(
+    num_found: int, batch: SampledBatch, config: SamplingConfig, verdict: str
+) -> None:
     """Check the number of mixed groups of a batch.
 
     `verdict`: what says whether a response is correct.
@@ -88,7 +90,7 @@ def check_size(num_found: int, batch: SampledBatch, config: SamplingConfig, verd
     num_responses = config.responses_per_prompt
     if len(known) == len(batch.stats):
         text = describe_shortfall(num_found, needed, Counter(known), num_responses)
-        raise SamplingError(f"{text}\nrewards are from {span}; what is correct says {verdict}")
+        raise SamplingError(f"{text}\nrewards are from {span}; {verdict} says what is correct")
     raise SamplingError(
         f"the batch has only {num_found} of {needed} groups after {len(batch.stats)} requests: "
         f"in {batch.num_at('equal')} groups the rewards of all responses are equal, up to "
@@ -275,7 +277,7 @@ class Sampler:
         batch.counts |= self._pool.take_counts()
         batch.stats.sort(key=lambda group: group.prompt_index)
         self._history.end_step(batch.stats)
-        check_size(len(kept), batch, config, self._verdict)
+        check_enough_groups(len(kept), batch, config, self._verdict)
         batch.take(kept)
         if config.carries:
             self._schedule.take(self.step, self._next_index, window.open, kept)

@@ -195,7 +195,7 @@ class ScoringPool:
         return [*report.unfinished, *unscored]
 
     def take_stopped(self) -> list[OpenGroup]:
-        """Return the groups that engines have stopped at their `until`."""
+        """Return the groups that engines have stopped at their `stop_at_tokens`."""
         stopped, self._stopped = self._stopped, []
         self.open.difference_update(group.key for group in stopped)
         return stopped

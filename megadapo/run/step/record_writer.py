@@ -149,7 +149,7 @@ class RecordWriter:
     def _save_last_step(self, error: Exception) -> None:
         """Save the last complete step before `error` ends the run.
 
-        A failed save is raised if `error` itself was no failure of a process.
+        If that fails too, it is an error after a stop or a broken bound, and a message otherwise.
         """
         run, trainer = self._run, self._trainer
         if trainer.step != (run.step if self._updated is None else self._updated.step):

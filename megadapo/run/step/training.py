@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from megadapo.algorithm.kl_control import KlController
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
+from megadapo.data.group import Group
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.errors import CheckpointError
 from megadapo.rollout.sampling.statistics import SampledBatch
@@ -30,12 +31,26 @@ PRETRAINING_STATE = "pretraining_data"
 def make_batch(
     sampled: SampledBatch, config: RunConfig, *, policy_version: int
 ) -> tuple[PackedBatch, Advantages]:
-    """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups.
+    """Return the packed batch of a step, which says on which sequences the trainer reports.
 
     Return the advantages in float64 too, for the saved rollouts: the batch rounds them to fp32.
     `policy_version`: of the weights that train on it; tokens of other weights are stale.
     """
-    groups, algorithm = sampled.groups, config.algorithm
+    groups = sampled.groups
+    packed, values = pack_groups(groups, config, policy_version=policy_version)
+    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
+    indices = (group.prompt_index for group in groups for _ in group.responses)
+    recorded = {sequence for sequence, index in enumerate(indices) if index in saved}
+    recorded |= probed_sequences(packed, config, policy_version=policy_version).keys()
+    return replace(packed, recorded=sorted(recorded)), values
+
+
+def pack_groups(
+    groups: Sequence[Group], config: RunConfig, *, policy_version: int
+) -> tuple[PackedBatch, Advantages]:
+    """Return groups as a batch, with shaped rewards, advantages and loss weights; and the
+    advantages in float64. `policy_version`: as in `make_batch`."""
+    algorithm = config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
     group_size = config.sampling.responses_per_prompt
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
@@ -60,11 +75,7 @@ def make_batch(
         group_size=group_size,
         rewards=rewards,
     )
-    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
-    indices = (group.prompt_index for group in groups for _ in group.responses)
-    recorded = {sequence for sequence, index in enumerate(indices) if index in saved}
-    recorded |= probed_sequences(packed, config, policy_version=policy_version).keys()
-    return replace(packed, recorded=sorted(recorded)), values
+    return packed, values
 
 
 class TrainerState:
@@ -82,7 +93,7 @@ class TrainerState:
 
     def apply(self, request: UpdateRequest) -> UpdateResult:
         """Apply the updates of a step. Engines on shared GPUs sleep until the next publish."""
-        # fails, if an engine cannot sleep, while the weights are still those of a step
+        # first, because an engine that cannot sleep fails here: the weights are still a step's
         self.gpus.start_update()
         self.ranks.check_others()
         self.step = None
@@ -105,7 +116,7 @@ class TrainerState:
         Return a function that waits for the files and returns them. Raise CheckpointError if a rank
         is still writing the previous save, which was late.
         """
-        # an error of the ranks' own begin_save would end them
+        # asked first, because an exception in begin_save would end the ranks
         if any(self.ranks.call_all("is_writing")):
             raise CheckpointError("trainer ranks are still writing the previous save")
         return self.ranks.begin_save(folder)

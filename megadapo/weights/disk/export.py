@@ -98,9 +98,9 @@ def check_new(folder: Path) -> None:
 def new_folder(folder: Path | str) -> Iterator[Path]:
     """Yield an empty folder to write, which gets the name `folder` when it is complete.
 
-    All its files are on the disk before; an error removes them. Folders of killed commands of this
-    machine are removed. Raise WeightError if `folder` exists and is not empty, or if another
-    command writes it.
+    By then all its files are on the disk. Unfinished folders are removed: this one by an error, and
+    those of killed commands of this machine. Raise WeightError if `folder` exists and is not empty,
+    or if another command writes it.
     """
     folder = Path(folder)
     check_new(folder)

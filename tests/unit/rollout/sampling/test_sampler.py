@@ -91,7 +91,7 @@ def test_graded_groups_are_mixed_if_their_rewards_differ():
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (RightAtLeast(0), "all correct\n.*rewards are from 1 to 1; what is correct says the rule"),
+        (RightAtLeast(0), "all correct\n.*rewards are from 1 to 1; the rule says what is correct"),
         (
             Grades(by_prompt=True),
             "groups the rewards .* are equal, .*; rewards are from 0.25 to 0.75. Use a finer",
