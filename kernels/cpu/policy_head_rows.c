@@ -26,12 +26,24 @@ static float maximum_of(const float *z, int64_t n, float scale) {
     return result * scale;
 }
 
-/* sum of e^(z scale - m) and of e^(z scale - m) (z scale - m) */
-static void sums_of(const float *z, int64_t n, float scale, float m, float *total, float *weighted) {
-    vf totals = {0}, products = {0};
+/* Square of e; 0 in the lane at hole, which may be outside of the vector. */
+static inline vf square_but(vf e, int64_t hole) {
+    vf squares = e * e;
+    if ((uint64_t)hole < LANES) squares[hole] = 0.0f;
+    return squares;
+}
+
+struct sums {
+    float total;    /* of e^(z scale - m) */
+    float weighted; /* of e^(z scale - m) (z scale - m) */
+    float squares;  /* of e^(2 (z scale - m)) but the target's */
+};
+
+static struct sums sums_of(const float *z, int64_t n, float scale, float m, int64_t target) {
+    vf totals = {0}, products = {0}, squares = {0};
     for (int64_t begin = 0; begin < n; begin += BLOCK) {
         int64_t end = begin + BLOCK < n ? begin + BLOCK : n, i = begin;
-        vf t[UNROLL] = {{0}}, w[UNROLL] = {{0}};
+        vf t[UNROLL] = {{0}}, w[UNROLL] = {{0}}, s[UNROLL] = {{0}};
         for (; i + STEP <= end; i += STEP)
             for (int u = 0; u < UNROLL; u++) {
                 __builtin_prefetch(z + n + i + u * LANES);
@@ -39,6 +51,7 @@ static void sums_of(const float *z, int64_t n, float scale, float m, float *tota
                 vf e = exponential(c);
                 t[u] += e;
                 w[u] += e * larger(c, broadcast(SMALLEST));
+                s[u] += square_but(e, target - i - u * LANES);
             }
         for (; i < end; i += LANES) {
             int64_t left = end - i;
@@ -46,15 +59,16 @@ static void sums_of(const float *z, int64_t n, float scale, float m, float *tota
             vf e = exponential(c);
             t[0] += e;
             w[0] += e * larger(c, broadcast(SMALLEST));
+            s[0] += square_but(e, target - i);
         }
         totals += (t[0] + t[1]) + (t[2] + t[3]);
         products += (w[0] + w[1]) + (w[2] + w[3]);
+        squares += (s[0] + s[1]) + (s[2] + s[3]);
     }
-    *total = sum_of(totals);
-    *weighted = sum_of(products);
+    return (struct sums){sum_of(totals), sum_of(products), sum_of(squares)};
 }
 
-/* stats [num_shards, 4, num_rows]: maximum, sum, target's logit, weighted sum. */
+/* stats [num_shards, 5, num_rows]: maximum, sum, target's logit, weighted sum, squares. */
 void megadapo_row_stats(const float *logits, int64_t row_stride, int64_t num_rows,
                         int64_t num_shards, int64_t shard_size, int64_t num_valid, float scale,
                         const int64_t *targets, int64_t first_id, float *stats, int threads) {
@@ -65,13 +79,14 @@ void megadapo_row_stats(const float *logits, int64_t row_stride, int64_t num_row
             valid = valid < 0 ? 0 : valid < shard_size ? valid : shard_size;
             const float *z = logits + row * row_stride + begin;
             int64_t target = targets[row] - first_id - begin;
-            float m = maximum_of(z, valid, scale), total, weighted;
-            sums_of(z, valid, scale, m, &total, &weighted);
-            float *out = stats + shard * 4 * num_rows + row;
+            float m = maximum_of(z, valid, scale);
+            struct sums sums = sums_of(z, valid, scale, m, target);
+            float *out = stats + shard * 5 * num_rows + row;
             out[0] = m;
-            out[num_rows] = total;
+            out[num_rows] = sums.total;
             out[2 * num_rows] = target >= 0 && target < valid ? z[target] * scale : MASKED_LOGIT;
-            out[3 * num_rows] = weighted;
+            out[3 * num_rows] = sums.weighted;
+            out[4 * num_rows] = sums.squares;
         }
 }
 

@@ -1,7 +1,7 @@
 """Passes of the policy head over its blocks of tokens: products, and row passes in between.
 
 A row is one token's logits over this rank's part of the vocabulary, cut into equal shards in
-global order. `row_stats` reads a tile once and returns four numbers per row and shard. Merged over
+global order. `row_stats` reads a tile once and returns five numbers per row and shard. Merged over
 all shards in a fixed order they give the log-sum-exp, so the result does not depend on how shards
 are spread over ranks. `policy_rows` and `logprob_rows` turn them into log-probs and entropy and
 overwrite the tile with its gradient. CUDA runs Triton, the CPU compiled C.
@@ -10,6 +10,7 @@ overwrite the tile with its gradient. CUDA runs Triton, the CPU compiled C.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +43,36 @@ TilePass = Callable[[slice, Tile, Tensor | None], None]
 """Row pass over a tile: (the tile's rows among all rows, the tile, its d_logits if wanted)."""
 
 
-def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge stats [S, 4, R] over the shards, in order.
+class MergedStats(NamedTuple):
+    """Statistics of whole rows, each fp32 [R]."""
 
-    Returns:
-        (maximum, log of the sum of e^(z - maximum), log-prob, entropy), each fp32 [R].
-    """
-    shard_max, shard_sum, shard_target, shard_weighted = stats.unbind(1)  # [S, R] each
+    maximum: Tensor
+    log_total: Tensor
+    """Log of the sum of e^(z - maximum)."""
+    logprobs: Tensor
+    entropy: Tensor
+    distance: Tensor
+    """||onehot(target) - p||."""
+
+
+def merge_stats(stats: Tensor) -> MergedStats:
+    """Merge stats [S, 5, R] over the shards, in order."""
+    shard_max, shard_sum, shard_target, shard_weighted, shard_squares = stats.unbind(1)  # [S, R]
     maximum = shard_max.amax(0)
     gap = shard_max - maximum
     scale = gap.exp()
     total = _sum_in_order(scale * shard_sum)
     weighted = _sum_in_order(scale * (shard_weighted + gap * shard_sum))
+    squares = _sum_in_order(scale.square() * shard_squares)
     log_total = total.log()
     logprobs = (shard_target.amax(0) - maximum) - log_total
-    return maximum, log_total, logprobs, log_total - weighted / total
+    return MergedStats(
+        maximum=maximum,
+        log_total=log_total,
+        logprobs=logprobs,
+        entropy=log_total - weighted / total,
+        distance=(torch.expm1(logprobs).square() + squares / total.square()).sqrt(),
+    )
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
@@ -68,7 +84,7 @@ def _sum_in_order(values: Tensor) -> Tensor:
 
 
 def row_stats(tile: Tile) -> Tensor:
-    """Return the tile's stats [shards.num_local, 4, R]; see NUM_STATS."""
+    """Return the tile's stats [shards.num_local, 5, R]; see NUM_STATS."""
     return row_stats_triton(tile) if uses_triton(tile.logits) else row_stats_cpu(tile)
 
 
@@ -80,17 +96,18 @@ def policy_rows(
     outputs: RowOutputs,
     d_logits: Tensor | None,
 ) -> None:
-    """Fill `outputs` from merged stats [S, 4, R] and write dloss/dlogits into `d_logits`.
+    """Fill `outputs` from merged stats [S, 5, R] and write dloss/dlogits into `d_logits`.
 
     `d_logits` [R, V/p] may be the tile's logits themselves; None: no gradient.
     """
     if uses_triton(tile.logits):
         policy_rows_triton(tile, stats, inputs, objective, outputs, d_logits)
         return
-    maximum, log_total, logprobs, entropy = merge_stats(stats)
-    terms = policy_terms(logprobs, entropy, inputs, objective)
-    outputs.logprobs.copy_(logprobs)
-    outputs.entropy.copy_(entropy)
+    merged = merge_stats(stats)
+    terms = policy_terms(merged.logprobs, merged.entropy, inputs, objective)
+    outputs.logprobs.copy_(merged.logprobs)
+    outputs.entropy.copy_(merged.entropy)
+    outputs.distance.copy_(merged.distance)
     outputs.loss.copy_(terms.loss)
     outputs.d_policy.copy_(terms.d_policy)
     outputs.ratio.copy_(terms.ratio)
@@ -101,9 +118,9 @@ def policy_rows(
             kept = terms.flags.lt(DROPPED)
             d_entropy = -objective.entropy_coef * inputs.loss_weights * kept
         gradients = RowGradients(
-            maximum=maximum,
-            log_total=log_total,
-            entropy=entropy,
+            maximum=merged.maximum,
+            log_total=merged.log_total,
+            entropy=merged.entropy,
             d_logprobs=inputs.loss_weights * terms.d_logprobs,
             d_entropy=d_entropy,
         )
@@ -111,13 +128,13 @@ def policy_rows(
 
 
 def logprob_rows(tile: Tile, stats: Tensor, *, logprobs: Tensor, entropy: Tensor) -> None:
-    """Fill log-probs and entropy, each fp32 [R], from merged stats [S, 4, R]."""
+    """Fill log-probs and entropy, each fp32 [R], from merged stats [S, 5, R]."""
     if uses_triton(tile.logits):
         logprob_rows_triton(tile, stats, logprobs, entropy)
         return
-    _, _, row_logprobs, row_entropy = merge_stats(stats)
-    logprobs.copy_(row_logprobs)
-    entropy.copy_(row_entropy)
+    merged = merge_stats(stats)
+    logprobs.copy_(merged.logprobs)
+    entropy.copy_(merged.entropy)
 
 
 def logprob_grad_rows(
@@ -135,11 +152,11 @@ def logprob_grad_rows(
     if uses_triton(tile.logits):
         logprob_grad_rows_triton(tile, stats, d_logprobs, d_entropy, d_logits)
         return
-    maximum, log_total, _, entropy = merge_stats(stats)
+    merged = merge_stats(stats)
     gradients = RowGradients(
-        maximum=maximum,
-        log_total=log_total,
-        entropy=entropy,
+        maximum=merged.maximum,
+        log_total=merged.log_total,
+        entropy=merged.entropy,
         d_logprobs=d_logprobs,
         d_entropy=d_entropy,
     )
@@ -296,7 +313,7 @@ def policy_blocks(
 
 
 def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs [R], entropy [R] and their merged stats [S, 4, R]."""
+    """Return log-probs [R], entropy [R] and their merged stats [S, 5, R]."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=hidden.device)

@@ -30,7 +30,7 @@ def process_group_rank(process_group: dist.ProcessGroup | None) -> int:
 
 
 def gather_stats(stats: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """Gather stats [S/p, 4, R] of every rank into [S, 4, R], shards in global order."""
+    """Gather stats [S/p, 5, R] of every rank into [S, 5, R], shards in global order."""
     size = process_group_size(process_group)
     if size == 1:
         return stats

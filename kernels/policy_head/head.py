@@ -41,6 +41,9 @@ class PolicyHeadOutput:
     """[T] fp32 in nats, 0 where the loss weight is 0."""
     ratio: Tensor
     """[T] fp32 of the policies, 0 for a token that enters no sum."""
+    distance: Tensor
+    """[T] fp32, ||onehot(token) - p||, 0 where the loss weight is 0: the norm of the log-prob's
+    derivative in the logits, divided by the temperature."""
     d_policy: Tensor
     """[T] fp32, derivative of loss_weights[t] * l_t in the log-prob without the KL divergence: 0
     for a clipped token, the rest of a truncated one."""
@@ -321,6 +324,7 @@ def _head_output(
         logprobs=call.spread(rows.logprobs),
         entropy=call.spread(rows.entropy),
         ratio=call.spread(torch.where(weighted, rows.ratio, 0.0)),
+        distance=call.spread(rows.distance),
         d_policy=call.spread(inputs.loss_weights * rows.d_policy),
         ratio_max_error=error.amax() if call.num_rows else error.sum(),
         num_tokens=kept.sum().double(),

@@ -43,7 +43,7 @@ class RowGradients:
 
 
 def row_stats_cpu(tile: Tile) -> Tensor:
-    """Return the tile's stats [S/p, 4, R]; see tiles.NUM_STATS."""
+    """Return the tile's stats [S/p, 5, R]; see tiles.NUM_STATS."""
     _check(tile)
     native = load_native(SOURCE)
     if native is None:
@@ -136,6 +136,10 @@ def _row_stats_torch(tile: Tile) -> Tensor:
         z.clamp_(min=SMALLEST)
         stats[:, 0, start:stop] = maximum[..., 0].t()
         stats[:, 1, start:stop] = _sum_last(powers).t()
+        rows = torch.where(is_here[start:stop], columns[start:stop], -1)
+        others = powers.flatten(1).square()
+        others[rows >= 0, rows[rows >= 0]] = 0.0
+        stats[:, 4, start:stop] = _sum_last(others.view_as(powers)).t()
         stats[:, 3, start:stop] = _sum_last(powers.mul_(z)).t()
     return stats
 

@@ -31,7 +31,7 @@ _DROPPED = tl.constexpr(DROPPED)
 def row_stats_kernel(
     LOGITS: tl.tensor,  # [R, V/p] fp32
     TARGETS: tl.tensor,  # [R] int64, global ids
-    STATS: tl.tensor,  # [S/p, 4, R] fp32
+    STATS: tl.tensor,  # [S/p, 5, R] fp32
     logits_stride: tl.tensor,
     num_rows: tl.tensor,
     shard_size: tl.tensor,
@@ -51,6 +51,8 @@ def row_stats_kernel(
     maximum = tl.full((), _MASKED_LOGIT, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
+    squares = tl.full((), 0.0, tl.float32)
+    target = tl.load(TARGETS + row) - vocab_start - first
     for begin in range(0, num_valid, BLOCK):
         columns = begin + offsets
         inside = columns < num_valid
@@ -63,40 +65,47 @@ def row_stats_kernel(
         power = tl.where(inside, tl.exp(centred), 0.0)
         weighted = rescale * (weighted + gap * total) + tl.sum(power * centred, 0)
         total = rescale * total + tl.sum(power, 0)
+        other = tl.where(columns == target, 0.0, power)
+        squares = rescale * rescale * squares + tl.sum(other * other, 0)
         maximum = new_maximum
 
-    target = tl.load(TARGETS + row) - vocab_start - first
     is_here = (target >= 0) & (target < num_valid)
     target_logit = tl.load(base + target, mask=is_here, other=0.0) * inv_temperature
     target_logit = tl.where(is_here, target_logit, _MASKED_LOGIT)
-    out = STATS + shard * 4 * num_rows + row
+    out = STATS + shard * 5 * num_rows + row
     tl.store(out, maximum)
     tl.store(out + num_rows, total)
     tl.store(out + 2 * num_rows, target_logit)
     tl.store(out + 3 * num_rows, weighted)
+    tl.store(out + 4 * num_rows, squares)
 
 
 @triton.jit
 def _merge_row(
     STATS: tl.tensor, row: tl.tensor, num_rows: tl.tensor, num_shards: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Merge the stats of one row, as `rows.merge_stats` does."""
     maximum = tl.full((), _MASKED_LOGIT, tl.float32)
     for shard in range(num_shards):
-        maximum = tl.maximum(maximum, tl.load(STATS + shard * 4 * num_rows + row))
+        maximum = tl.maximum(maximum, tl.load(STATS + shard * 5 * num_rows + row))
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
+    squares = tl.full((), 0.0, tl.float32)
     target = tl.full((), _MASKED_LOGIT, tl.float32)
     for shard in range(num_shards):
-        stats = STATS + shard * 4 * num_rows + row
+        stats = STATS + shard * 5 * num_rows + row
         gap = tl.load(stats) - maximum
         scale = tl.exp(gap)
         shard_sum = tl.load(stats + num_rows)
         total += scale * shard_sum
         weighted += scale * (tl.load(stats + 3 * num_rows) + gap * shard_sum)
+        squares += scale * scale * tl.load(stats + 4 * num_rows)
         target = tl.maximum(target, tl.load(stats + 2 * num_rows))
     log_total = tl.log(total)
-    return maximum, log_total, (target - maximum) - log_total, log_total - weighted / total
+    logprob = (target - maximum) - log_total
+    rest = 1.0 - tl.exp(logprob)
+    distance = tl.sqrt(rest * rest + squares / (total * total))
+    return maximum, log_total, logprob, log_total - weighted / total, distance
 
 
 @triton.jit
@@ -146,7 +155,7 @@ def policy_rows_kernel(
     LOGITS: tl.tensor,  # [R, V/p] fp32
     D_LOGITS: tl.tensor,  # [R, V/p], may be LOGITS
     TARGETS: tl.tensor,  # [R] int64
-    STATS: tl.tensor,  # [S, 4, R] fp32
+    STATS: tl.tensor,  # [S, 5, R] fp32
     LOGPROBS_OLD: tl.tensor,
     ADVANTAGES: tl.tensor,
     LOSS_WEIGHTS: tl.tensor,
@@ -154,6 +163,7 @@ def policy_rows_kernel(
     IMPORTANCE_WEIGHTS: tl.tensor,
     LOGPROBS: tl.tensor,
     ENTROPY: tl.tensor,
+    DISTANCE: tl.tensor,
     LOSS: tl.tensor,
     D_POLICY: tl.tensor,
     RATIO: tl.tensor,
@@ -172,7 +182,7 @@ def policy_rows_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    maximum, log_total, logprob, entropy = _merge_row(STATS, row, num_rows, num_shards)
+    maximum, log_total, logprob, entropy, distance = _merge_row(STATS, row, num_rows, num_shards)
     importance_weight = 1.0
     if SWITCHES.has_importance_weights:
         importance_weight = tl.load(IMPORTANCE_WEIGHTS + row)
@@ -191,6 +201,7 @@ def policy_rows_kernel(
     )
     tl.store(LOGPROBS + row, logprob)
     tl.store(ENTROPY + row, entropy)
+    tl.store(DISTANCE + row, distance)
     tl.store(LOSS + row, loss)
     tl.store(D_POLICY + row, d_policy)
     tl.store(RATIO + row, ratio)
@@ -223,7 +234,7 @@ def logprob_rows_kernel(
     LOGITS: tl.tensor,  # [R, V/p] fp32
     D_LOGITS: tl.tensor,  # [R, V/p], may be LOGITS
     TARGETS: tl.tensor,  # [R] int64
-    STATS: tl.tensor,  # [S, 4, R] fp32
+    STATS: tl.tensor,  # [S, 5, R] fp32
     LOGPROBS: tl.tensor,
     ENTROPY: tl.tensor,
     D_LOGPROBS: tl.tensor,
@@ -242,7 +253,7 @@ def logprob_rows_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    maximum, log_total, logprob, entropy = _merge_row(STATS, row, num_rows, num_shards)
+    maximum, log_total, logprob, entropy, distance = _merge_row(STATS, row, num_rows, num_shards)
     if WRITES_OUTPUTS:
         tl.store(LOGPROBS + row, logprob)
         tl.store(ENTROPY + row, entropy)
@@ -271,7 +282,7 @@ def logprob_rows_kernel(
 
 
 def row_stats_triton(tile: Tile) -> Tensor:
-    """Return the tile's stats [S/p, 4, R]; see tiles.NUM_STATS."""
+    """Return the tile's stats [S/p, 5, R]; see tiles.NUM_STATS."""
     logits, shards = tile.logits, tile.shards
     stats = torch.empty(
         shards.num_local, NUM_STATS, tile.num_rows, dtype=torch.float32, device=logits.device
@@ -321,6 +332,7 @@ def policy_rows_triton(
         ),
         LOGPROBS=outputs.logprobs,
         ENTROPY=outputs.entropy,
+        DISTANCE=outputs.distance,
         LOSS=outputs.loss,
         D_POLICY=outputs.d_policy,
         RATIO=outputs.ratio,
@@ -367,7 +379,7 @@ def logprob_grad_rows_triton(
 def _row_arguments(
     tile: Tile, stats: Tensor, d_logits: Tensor | None
 ) -> dict[str, Tensor | int | float]:
-    """Return the launch arguments of both kernels that read merged stats [S, 4, R]."""
+    """Return the launch arguments of both kernels that read merged stats [S, 5, R]."""
     grads = tile.logits if d_logits is None else d_logits
     block = block_size(tile.shards.num_columns)
     return {

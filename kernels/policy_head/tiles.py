@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_STATS = 4
-"""Stats per row and shard: max, sum of e^(z - max), target logit, sum of e^(z - max) (z - max)."""
+NUM_STATS = 5
+"""Stats per row and shard: max, sum of e^(z - max), target logit, sum of e^(z - max) (z - max), and
+sum of e^(2 (z - max)) over all columns but the target."""
 
 MASKED_LOGIT = -1e30
 """Logit of a padded vocabulary row: below every real one and finite, so that 0 * it is not NaN."""
@@ -65,6 +66,8 @@ class RowOutputs:
 
     logprobs: Tensor
     entropy: Tensor
+    distance: Tensor
+    """||onehot(target) - p||."""
     loss: Tensor
     d_policy: Tensor
     ratio: Tensor
@@ -72,7 +75,7 @@ class RowOutputs:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> RowOutputs:
-        values = torch.zeros(5, num_rows, dtype=torch.float32, device=device)
+        values = torch.zeros(6, num_rows, dtype=torch.float32, device=device)
         flags = torch.zeros(num_rows, dtype=torch.uint8, device=device)
         return cls(*[*values, flags])
 

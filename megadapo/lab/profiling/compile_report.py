@@ -116,7 +116,7 @@ COMPILE_CASES = (
             values={
                 **_pointers(
                     fp32="LOGITS STATS LOGPROBS_OLD ADVANTAGES LOSS_WEIGHTS LOGPROBS_REF "
-                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY LOSS D_POLICY RATIO",
+                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY DISTANCE LOSS D_POLICY RATIO",
                     i64="TARGETS",
                     u8="FLAGS",
                 ),

@@ -56,8 +56,23 @@ class HeadCase:
             )
         chosen = self.loss_weights != 0
         return HeadReference(
-            loss.detach(), logprobs * chosen, entropy * chosen, hidden.grad, weight.grad
+            loss.detach(),
+            logprobs * chosen,
+            entropy * chosen,
+            self._distance(dtype) * chosen,
+            hidden.grad,
+            weight.grad,
         )
+
+    def _distance(self, dtype: torch.dtype) -> Tensor:
+        """Return the norm of each log-prob's derivative in its row of logits, by autograd."""
+        size, temperature = self.kwargs["vocab_size"], self.kwargs["temperature"]
+        logits = self.hidden.to(dtype) @ self.weight[:size].to(dtype).t() / temperature
+        asked = logits.requires_grad_()
+        log_p = asked.log_softmax(-1)
+        log_p.gather(1, self.targets.clamp(0)[:, None]).sum().backward()
+        assert asked.grad is not None
+        return asked.grad.norm(dim=1)
 
 
 @dataclass
@@ -83,6 +98,7 @@ class HeadReference:
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
+    distance: Tensor
     d_hidden: Tensor
     d_weight: Tensor
 

@@ -23,6 +23,7 @@ EVERYTHING = PolicyObjective(dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1)
 def check_fp32(case: HeadCase, **options) -> None:
     got, expected = check_head(case, logprobs=4e-6, **options)
     assert (got.output.entropy - expected.entropy).abs().max() <= 4e-6
+    assert (got.output.distance - expected.distance).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked", "negative"])

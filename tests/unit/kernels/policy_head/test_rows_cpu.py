@@ -33,17 +33,17 @@ def run(
     """Return log-probs, entropy and d_logits of a tile of the whole vocabulary."""
     tile = Tile(logits=logits, targets=targets, shards=shards, temperature=temperature)
     stats = row_stats_cpu(tile)
-    maximum, log_total, logprobs, entropy = merge_stats(stats)
+    merged = merge_stats(stats)
     terms = RowGradients(
-        maximum=maximum,
-        log_total=log_total,
-        entropy=entropy,
-        d_logprobs=torch.ones_like(logprobs) if d_logprobs is None else d_logprobs,
+        maximum=merged.maximum,
+        log_total=merged.log_total,
+        entropy=merged.entropy,
+        d_logprobs=torch.ones_like(merged.logprobs) if d_logprobs is None else d_logprobs,
         d_entropy=d_entropy,
     )
     d_logits = logits if in_place else torch.empty_like(logits, dtype=dtype)
     row_grads_cpu(tile, terms, d_logits)
-    return logprobs, entropy, d_logits
+    return merged.logprobs, merged.entropy, d_logits, merged.distance
 
 
 def truth(logits, targets, num_valid, *, temperature=1.0, d_logprobs=None, d_entropy=None):
@@ -57,7 +57,8 @@ def truth(logits, targets, num_valid, *, temperature=1.0, d_logprobs=None, d_ent
     grads = -p * d_logprobs.double()[:, None] - through_entropy * d_entropy.double()[:, None]
     grads.scatter_add_(1, targets[:, None], d_logprobs.double()[:, None])
     padding = grads.new_zeros(len(grads), logits.shape[1] - num_valid)
-    return logprobs, entropy, torch.cat([grads / temperature, padding], dim=1)
+    distance = (torch.nn.functional.one_hot(targets, num_valid) - p).norm(dim=1)
+    return logprobs, entropy, torch.cat([grads / temperature, padding], dim=1), distance
 
 
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 63, 64, 65, 130, 2047, 2049, 6145])
@@ -74,6 +75,7 @@ def test_all_row_lengths_match_fp64(passes, columns, temperature):
     for value, exact in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=0, atol=5e-6)
     assert (got[2].double() - expected[2]).norm() <= 2e-6 * expected[2].norm() + 1e-9
+    torch.testing.assert_close(got[3].double(), expected[3], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
@@ -88,6 +90,8 @@ def test_peaked_flat_and_very_negative_rows(passes, scale, shift):
     torch.testing.assert_close(got[0].double(), expected[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-6, atol=1e-5)
     assert (got[2].double() - expected[2]).abs().amax() <= 2e-6
+    # a sum that holds the target's square would be wrong by 3e-4 where its probability is near 1
+    torch.testing.assert_close(got[3].double(), expected[3], rtol=0, atol=1e-6)
 
 
 def test_padding_never_enters_and_gets_no_gradient(passes):
@@ -96,8 +100,9 @@ def test_padding_never_enters_and_gets_no_gradient(passes):
     logits[:, 150:] = 50.0
     targets = torch.tensor([0, 149, 77])
     shards = shards_of(256, num_local=8, vocab_size=150)
-    logprobs, entropy, d_logits = run(logits, targets, shards)
+    logprobs, entropy, d_logits, distance = run(logits, targets, shards)
     expected = truth(logits, targets, 150)
+    torch.testing.assert_close(distance.double(), expected[3], rtol=0, atol=1e-6)
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=2e-6)
     assert (d_logits[:, 150:] == 0).all()
@@ -141,7 +146,7 @@ def test_nan_stays_in_its_row(passes, bits):
     logits = torch.randn(3, 100)
     logits[1, 50] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     d_logprobs = torch.tensor([1.0, 0.0, -1.0])
-    logprobs, entropy, d_logits = run(
+    logprobs, entropy, d_logits, _ = run(
         logits, torch.tensor([1, 2, 3]), shards_of(100), d_logprobs=d_logprobs
     )
     assert logprobs[1].isnan() and entropy[1].isnan()
@@ -157,7 +162,7 @@ def test_minus_infinity_logits_have_zero_probability(passes):
     logits[2] = -torch.inf
     targets = torch.tensor([1, 7, 0])
     d_logprobs = torch.tensor([1.0, 1.0, 0.0])
-    logprobs, entropy, d_logits = run(logits, targets, shards_of(40), d_logprobs=d_logprobs)
+    logprobs, entropy, d_logits, _ = run(logits, targets, shards_of(40), d_logprobs=d_logprobs)
     expected = logits[0, 1::2].double().log_softmax(-1)
     assert logprobs[0].item() == pytest.approx(expected[0].item(), abs=1e-6)
     assert entropy[0].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-6)
