@@ -127,14 +127,13 @@ def policy_rows(
         row_grads_cpu(tile, gradients, d_logits)
 
 
-def logprob_rows(tile: Tile, stats: Tensor, *, logprobs: Tensor, entropy: Tensor) -> None:
-    """Fill log-probs and entropy, each fp32 [R], from merged stats [S, 5, R]."""
+def logprob_rows(tile: Tile, stats: Tensor, outputs: Tensor) -> None:
+    """Fill log-probs, entropy and distance, fp32 [3, R], from merged stats [S, 5, R]."""
     if uses_triton(tile.logits):
-        logprob_rows_triton(tile, stats, logprobs, entropy)
+        logprob_rows_triton(tile, stats, *outputs)
         return
     merged = merge_stats(stats)
-    logprobs.copy_(merged.logprobs)
-    entropy.copy_(merged.entropy)
+    torch.stack([merged.logprobs, merged.entropy, merged.distance], out=outputs)
 
 
 def logprob_grad_rows(
@@ -312,22 +311,22 @@ def policy_blocks(
     return outputs, *all_blocks.run(step)
 
 
-def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs [R], entropy [R] and their merged stats [S, 5, R]."""
+def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor]:
+    """Return log-probs, entropy and distance [3, R], and their merged stats [S, 5, R]."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=hidden.device)
 
-    logprobs, entropy = empty(call.num_rows), empty(call.num_rows)
+    outputs = empty(3, call.num_rows)
     stats = empty(call.shards.num_total, NUM_STATS, call.num_rows)
 
     def step(rows: slice, tile: Tile, _: Tensor | None) -> None:
         merged = gather_stats(row_stats(tile), call.process_group)
         stats[:, :, rows] = merged
-        logprob_rows(tile, merged, logprobs=logprobs[rows], entropy=entropy[rows])
+        logprob_rows(tile, merged, outputs[:, rows])
 
     _Pass(hidden, weight, call).run(step)
-    return logprobs, entropy, stats
+    return outputs, stats
 
 
 def logprob_grad_blocks(

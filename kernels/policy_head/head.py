@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -62,18 +62,27 @@ class PolicyHeadOutput:
     """Sum of the probabilities of the tokens in clip_high_count."""
 
 
+class TokenLogprobs(NamedTuple):
+    """What the head says of each token, each [T] fp32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    """In nats."""
+    distance: Tensor
+    """||onehot(token) - p||, without a gradient."""
+
+
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, **options: Unpack[HeadOptions]
-) -> tuple[Tensor, Tensor]:
-    """Return (log-probs [T], entropy [T]) in fp32, differentiable in hidden and weight.
+) -> TokenLogprobs:
+    """Return log-probs and entropy, differentiable in hidden and weight, and distances.
 
     Tokens outside `rows` are not computed and get 0. Pass the rows of the update here: old
     log-probs then come from the shapes of the update, and the first ratio is exactly 1. Arguments
     are those of `policy_head_loss`.
     """
     call = plan_call(hidden, weight, targets, options)
-    logprobs, entropy = _token_logprobs(hidden.contiguous(), weight, call)
-    return call.spread(logprobs), call.spread(entropy)
+    return TokenLogprobs(*map(call.spread, _token_logprobs(hidden.contiguous(), weight, call)))
 
 
 def policy_head_loss(
@@ -254,17 +263,18 @@ _policy_head: Callable[..., tuple[Tensor, ...]] = _PolicyHeadFunction.apply
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, stats = logprob_blocks(hidden, weight, call)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, ...]:
+        outputs, stats = logprob_blocks(hidden, weight, call)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(outputs[2])
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
+        ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, stats = ctx.saved_tensors
         if d_logprobs is None:
@@ -285,7 +295,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, None if d_weight is None else _returned_grad(weight, d_weight), None
 
 
-_token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+_token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, ...]] = _TokenLogprobs.apply
 
 
 def _returned_grad(weight: Tensor, d_weight: Tensor) -> Tensor | None:

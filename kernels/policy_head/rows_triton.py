@@ -237,6 +237,7 @@ def logprob_rows_kernel(
     STATS: tl.tensor,  # [S, 5, R] fp32
     LOGPROBS: tl.tensor,
     ENTROPY: tl.tensor,
+    DISTANCE: tl.tensor,
     D_LOGPROBS: tl.tensor,
     D_ENTROPY: tl.tensor,
     logits_stride: tl.tensor,
@@ -257,6 +258,7 @@ def logprob_rows_kernel(
     if WRITES_OUTPUTS:
         tl.store(LOGPROBS + row, logprob)
         tl.store(ENTROPY + row, entropy)
+        tl.store(DISTANCE + row, distance)
     if WRITES_GRAD:
         d_entropy = 0.0
         if HAS_ENTROPY_GRAD:
@@ -345,12 +347,15 @@ def policy_rows_triton(
         count_bytes(policy_rows_kernel.__name__, tile.logits, d_logits)
 
 
-def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor) -> None:
+def logprob_rows_triton(
+    tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor, distance: Tensor
+) -> None:
     """Launch the kernel of `rows.logprob_rows`."""
     logprob_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, None),
         LOGPROBS=logprobs,
         ENTROPY=entropy,
+        DISTANCE=distance,
         D_LOGPROBS=stats,  # not loaded
         D_ENTROPY=stats,  # not loaded
         WRITES_OUTPUTS=True,
@@ -367,6 +372,7 @@ def logprob_grad_rows_triton(
         **_row_arguments(tile, stats, d_logits),
         LOGPROBS=stats,  # not written
         ENTROPY=stats,  # not written
+        DISTANCE=stats,  # not written
         D_LOGPROBS=d_logprobs,
         D_ENTROPY=stats if d_entropy is None else d_entropy,
         WRITES_OUTPUTS=False,

@@ -33,10 +33,10 @@ class BapoConfig(Section, title="algorithm.bapo"):
 
     target_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of the positive tokens at which the search stops."""
-    statistic: Literal["share", "gradient_share", "official"] = "gradient_share"
+    statistic: Literal["share", "gradient_share", "logit_share", "official"] = "gradient_share"
     """Quantity of the share. gradient_share: the size of the loss of the tokens with a gradient;
-    share: the clipped loss of all tokens; official: as share, lower bound moved first, as in the
-    authors' code."""
+    logit_share: the size of that gradient in the logits; share: the clipped loss of all tokens;
+    official: as share, lower bound moved first, as in the authors' code."""
     low: BoundGrid = (0.6, 0.9, 0.02)
     """Lower bound of the ratio: at the start of the search, its largest value, and its step."""
     high: BoundGrid = (1.2, 3.0, 0.05)
@@ -50,6 +50,11 @@ class BapoConfig(Section, title="algorithm.bapo"):
                     f"algorithm.bapo.{key} = {list(range_)} must be [first, last, step] with "
                     f"{outer[0]:g} <= first <= last <= {outer[1]:g} and a step above 0"
                 )
+
+    @property
+    def counts_gradients(self) -> bool:
+        """Whether only tokens with a gradient count."""
+        return self.statistic in ("gradient_share", "logit_share")
 
     @property
     def low_edges(self) -> np.ndarray:
@@ -97,14 +102,15 @@ def bapo_sums(
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
-        advantages: [N] times the tokens' weights in the loss.
+        advantages: [N] times the tokens' weights in the loss; for "logit_share" times the
+            distances of onehot and probabilities too.
         dual_clip: largest ratio of a negative token, beyond which it has no gradient.
     """
     import torch
 
     if dual_clip is not None:
         cut = (advantages < 0) & (ratios > dual_clip)
-        if config.statistic == "gradient_share":
+        if config.counts_gradients:
             advantages = advantages.masked_fill(cut, 0.0)
         ratios = ratios.masked_fill(cut, dual_clip)
     sizes = advantages.abs().double()
@@ -171,7 +177,7 @@ def _sizes(sums: np.ndarray, config: BapoConfig) -> tuple[np.ndarray, np.ndarray
     moved_up, size_up, moved_down, size_down = np.split(sums, cuts)
     below = moved_up.cumsum()[:-1]  # r <= high
     above = moved_down[::-1].cumsum()[::-1][1:]  # r >= low
-    if config.statistic == "gradient_share":
+    if config.counts_gradients:
         return below, above
     beyond_high = size_up[::-1].cumsum()[::-1][1:]
     beyond_low = size_down.cumsum()[:-1]

@@ -230,10 +230,9 @@ class TrainerRank(TrainedModel):
         algorithm = self.settings.algorithm
         if algorithm.objective.gate != "bapo":
             return self.head
-        # before the first update, the current log-probs are the old ones
-        current = self.logprobs_of(mini_batch) if bounds else None
-        dual_clip = algorithm.objective.dual_clip
-        bounds.append(find_bounds(mini_batch, current, algorithm.bapo, dual_clip=dual_clip))
+        is_first = not bounds
+        found = find_bounds(self.chunks, self.head, mini_batch, algorithm.bapo, is_first=is_first)
+        bounds.append(found)
         return replace(self.head, objective=bounds[-1].put_into(algorithm.objective))
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

@@ -140,7 +140,7 @@ COMPILE_CASES = (
         label="bf16 gradient [2560, 152064]",
         values={
             **_pointers(
-                fp32="LOGITS STATS LOGPROBS ENTROPY D_LOGPROBS D_ENTROPY",
+                fp32="LOGITS STATS LOGPROBS ENTROPY DISTANCE D_LOGPROBS D_ENTROPY",
                 bf16="D_LOGITS",
                 i64="TARGETS",
             ),

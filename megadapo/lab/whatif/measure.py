@@ -219,8 +219,8 @@ def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> 
     objective, config = variant.algorithm.objective, variant.algorithm.bapo
     if objective.gate != "bapo":
         return objective
-    current = rank.logprobs_of(mini_batch)
-    bounds = find_bounds(mini_batch, current, config, dual_clip=objective.dual_clip)
+    head = replace(rank.head, objective=objective)
+    bounds = find_bounds(rank.chunks, head, mini_batch, config)
     return bounds.put_into(objective)
 
 

@@ -148,10 +148,19 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
             "policy/clip_high_probability", "clipped above", per="policy/clip_high_fraction"
         ): "Mean probability of the tokens clipped at the upper bound (DAPO, figure 3a).",
     },
-    Panel("Policy", "Positive tokens", "share of the gradient", in_plot=True): {
-        Metric("policy/positive_gradient_share", "share", per="gradient"): "Share of tokens with a "
-        "positive advantage in the sum of |loss weight x derivative of the policy term|, after the "
-        "clip; 0.5 is balanced.",
+    Panel("Policy", "Positive and rare tokens", "share of the gradient", in_plot=True): {
+        Metric(
+            "policy/positive_share_in_logits", "positive", per="logit_gradient"
+        ): "Share of tokens with a positive advantage in the sum of the gradients' sizes in the "
+        "logits: |w d| ||onehot - p||, with the loss weight w and the derivative d of the policy "
+        "term in the log-prob, after the clip; 0.5 is balanced.",
+        Metric(
+            "policy/rare_share_in_logits", "probability below 0.2", per="logit_gradient"
+        ): "Share of tokens with a probability below 0.2 in the same sum.",
+        Metric(
+            "policy/positive_share_in_logprobs", "positive, in log-probs", per="logprob_gradient"
+        ): "Share of tokens with a positive advantage in the sum of |w d|, without the distance of "
+        "onehot and p: a likely token counts as much as a rare one, though its logits hardly move.",
     },
     Panel("Policy", "Clipped", "share of tokens", in_plot=True): {
         Metric("policy/clip_high_fraction", "high", per="tokens"): "Share of tokens clipped at the "

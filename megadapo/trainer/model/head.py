@@ -62,7 +62,7 @@ class PolicyHead:
         if self.objective.ratio == "sequence" or not has_old_policy:
             # rows and blocks are those of the loss, so the log-probs are too
             with torch.no_grad():
-                logprobs, _ = token_logprobs(hidden, weight, context.targets, **common)
+                logprobs = token_logprobs(hidden, weight, context.targets, **common).logprobs
             if not has_old_policy:
                 context = old_policy(context, logprobs, self.importance)
         logprobs_old = context.logprobs_old
@@ -84,7 +84,11 @@ class PolicyHead:
             **common,
         )
 
-    def logprobs(
+    def logprobs(self, **model_inputs: Any) -> Tensor:
+        """Return [T] log-probs; an `output_processor` like the head itself."""
+        return self.logprobs_and_distances(**model_inputs)[0]
+
+    def logprobs_and_distances(
         self,
         *,
         hidden_states: Tensor,
@@ -93,10 +97,10 @@ class PolicyHead:
         context: MicroBatch,
         **model_inputs: Any,
     ) -> Tensor:
-        """Return [T] log-probs; an `output_processor` like the head itself."""
+        """Return [2, T]: log-probs and `TokenLogprobs.distance`; an `output_processor` too."""
         hidden, weight, common = self._operands(hidden_states, output_layer, output_weight, context)
-        logprobs, _ = token_logprobs(hidden, weight, context.targets, **common)
-        return logprobs
+        found = token_logprobs(hidden, weight, context.targets, **common)
+        return torch.stack([found.logprobs, found.distance])
 
     def _operands(
         self,

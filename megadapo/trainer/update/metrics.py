@@ -30,6 +30,9 @@ def summed(*, critic: bool) -> list[str]:
     return list(dict.fromkeys(name for one in metrics for name in (one.per, one.name)))
 
 
+RARE = 0.2
+"""Probability below which a token counts as rare."""
+GRADIENT_SHARES = [one.name for one in SUMMED.values() if one.per.endswith("_gradient")]
 POLICY_SUMS = summed(critic=False)
 
 
@@ -102,10 +105,19 @@ class Sums(dict[str, float]):
         elif head.importance.bound == "mask":
             self["staleness/weight_masked_share"] += micro_batch.num_outside
         self["policy/approx_kl"] += _kl_from_old(micro_batch, output.logprobs)
-        sizes = output.d_policy.abs().double()
-        positive = torch.where(micro_batch.advantages > 0, sizes, 0.0)
-        self["policy/positive_gradient_share"] += positive.sum().item()
-        self["gradient"] += sizes.sum().item()
+        self._add_gradient(micro_batch, output)
+
+    def _add_gradient(self, micro_batch: MicroBatch, output: PolicyHeadOutput) -> None:
+        """Add the sizes of the tokens' policy gradients in log-prob space and in logit space."""
+        in_logprobs = output.d_policy.abs().double()
+        in_logits = in_logprobs * output.distance
+        is_positive = micro_batch.advantages > 0
+        is_rare = output.logprobs < math.log(RARE)
+        self["logprob_gradient"] += in_logprobs.sum().item()
+        self["logit_gradient"] += in_logits.sum().item()
+        self["policy/positive_share_in_logprobs"] += in_logprobs[is_positive].sum().item()
+        self["policy/positive_share_in_logits"] += in_logits[is_positive].sum().item()
+        self["policy/rare_share_in_logits"] += in_logits[is_rare].sum().item()
 
     def _add_old_policy(self, micro_batch: MicroBatch) -> None:
         assert micro_batch.proximal is not None, "computed before the first update"
@@ -192,7 +204,7 @@ def summarize(
         if mini_batches
         else math.nan,
         "policy/approx_kl": _measured(step, "policy/approx_kl"),
-        "policy/positive_gradient_share": _measured(step, "policy/positive_gradient_share"),
+        **{name: _measured(step, name) for name in GRADIENT_SHARES},
         "policy/left_out_updates": num_left_out,
         "policy/grad_norm": ratio(sum(grad_norms), len(grad_norms)),
         "policy/lr": lr,

@@ -170,31 +170,37 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
 
 
 def find_bounds(
+    chunks: list[DistributedDataParallel],
+    head: PolicyHead,
     micro_batches: MiniBatch,
-    logprobs: Sequence[Tensor] | None,
     config: BapoConfig,
     *,
-    dual_clip: float | None,
+    is_first: bool = False,
 ) -> BapoBounds:
     """Return the clip bounds of an update with gate "bapo"; collective.
 
     Args:
-        logprobs: [T] of each micro-batch under the current weights, as `compute_logprobs` returns
-            them; None before the step's first update: the proximal ones.
+        is_first: whether no update of the step was before, so that the current log-probs are the
+            proximal ones.
     """
+    computed: list[Tensor] | None = None
+    if not is_first or config.statistic == "logit_share":
+        work = [(micro_batch, head.logprobs_and_distances) for micro_batch in micro_batches]
+        with torch.no_grad():
+            computed = run_schedule(chunks, work, forward_only=True)
     total = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=micro_batches.device)
     # tensor-parallel ranks have the same tokens
     if has_results():
-        known = [None] * len(micro_batches) if logprobs is None else logprobs
+        known = [None] * len(micro_batches) if computed is None else computed
         for micro_batch, current in zip(micro_batches, known, strict=True):
-            total += sums_of(micro_batch, current, config, dual_clip=dual_clip)
+            total += sums_of(micro_batch, current, config, dual_clip=head.objective.dual_clip)
     torch.distributed.all_reduce(total)
     return search_bounds(total.cpu().numpy(), config)
 
 
 def sums_of(
     micro_batch: MicroBatch,
-    logprobs: Tensor | None,
+    current: Tensor | None,
     config: BapoConfig,
     *,
     dual_clip: float | None = None,
@@ -204,16 +210,20 @@ def sums_of(
     Tokens that the head drops do not count.
 
     Args:
-        logprobs: [T] under the current weights; None before the first update: the proximal ones.
+        current: [2, T] log-probs and distances under the current weights; None: the proximal
+            log-probs, without distances.
     """
     old = micro_batch.logprobs_old
-    current = micro_batch.proximal if logprobs is None else logprobs
-    assert old is not None and current is not None, "computed before the first update"
+    logprobs = micro_batch.proximal if current is None else current[0]
+    assert old is not None and logprobs is not None, "computed before the first update"
     known = (micro_batch.loss_weights != 0) & old.isfinite()
     advantages = micro_batch.advantages * micro_batch.loss_weights
+    if config.statistic == "logit_share":
+        assert current is not None, "find_bounds computes it"
+        advantages = advantages * current[1]
     if micro_batch.importance_weights is not None:
         known = known & micro_batch.importance_weights.isfinite()
         advantages = advantages * micro_batch.importance_weights
     rows = micro_batch.rows[known[micro_batch.rows]]
-    log_ratios = (current[rows] - old[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratios = (logprobs[rows] - old[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bapo_sums(log_ratios.exp(), advantages[rows], config, dual_clip=dual_clip)

@@ -91,7 +91,7 @@ def run_rank(
     hidden.grad = weight.grad = None
     options |= {name: case.kwargs[name] for name in ("temperature", "vocab_size")}
     rows = case.loss_weights.nonzero()[:, 0]
-    logprobs, entropy = token_logprobs(hidden, weight, case.targets, rows=rows, **options)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, case.targets, rows=rows, **options)
     (logprobs * case.kwargs["advantages"] + 0.1 * entropy).sum().backward()
     result |= {"old": logprobs.detach(), "r_d_hidden": hidden.grad, "r_d_weight": weight.grad}
     return result

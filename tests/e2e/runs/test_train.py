@@ -44,7 +44,7 @@ def test_run_writes_its_files_and_its_oracles_hold(uninterrupted):
         names = list(record)
         assert names[: len(METRIC_NAMES)] == list(METRIC_NAMES)
         assert all(name.startswith(OWN_AREAS) for name in names[len(METRIC_NAMES) :])
-        assert 0.0 < record["policy/positive_gradient_share"] < 1.0
+        assert 0.0 < record["policy/positive_share_in_logits"] < 1.0
         assert record["reflection/response_share"] == record["reflection/wait"] == 0.0
         assert record["groups/kept"] == 8
         assert record["policy/skipped_updates"] == 0

@@ -144,7 +144,7 @@ def gradients_under(
     loss = sums["policy/loss"]
     if sums["pretraining/tokens"]:
         loss += TEXT_COEF * sums["pretraining/loss"] / sums["pretraining/tokens"]
-    shares = (sums["policy/positive_gradient_share"], sums["gradient"])
+    shares = (sums["policy/positive_share_in_logprobs"], sums["logprob_gradient"])
     return Gradients(loss, full, norm, shares)
 
 

@@ -54,7 +54,7 @@ def run(case: HeadCase) -> HeadResult:
     if case.kwargs["objective"].ratio == "sequence":
         rows = case.loss_weights.nonzero()[:, 0]
         with torch.no_grad():
-            logprobs, _ = token_logprobs(
+            logprobs, *_ = token_logprobs(
                 case.hidden, case.weight, case.targets, vocab_size=61, rows=rows
             )
         sequences = torch.repeat_interleave(EDGES.diff())

@@ -181,7 +181,7 @@ def test_same_bits_on_every_run():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_first_ratio_is_exactly_one(dtype):
     case = make_case(48, 32, 512, dtype=dtype, temperature=0.9)
-    old, entropy = token_logprobs(
+    old, entropy, _ = token_logprobs(
         case.hidden,
         case.weight,
         case.targets,
@@ -261,7 +261,7 @@ def test_no_tensor_of_tokens_times_vocabulary(dtype):
     with _LargestTensor() as largest:
         loss = policy_head_loss(hidden, weight, case.targets, chunk_tokens=64, **case.kwargs).loss
         loss.backward()
-        values, entropy = token_logprobs(hidden, weight, case.targets, chunk_tokens=64)
+        values, entropy, _ = token_logprobs(hidden, weight, case.targets, chunk_tokens=64)
         (values.sum() + entropy.sum()).backward()
     assert largest.numel <= 64 * 512
 

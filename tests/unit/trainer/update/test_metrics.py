@@ -94,7 +94,8 @@ def test_unmeasured_numbers_are_null_or_nan():
     assert math.isnan(result["policy/entropy"]) and math.isnan(result["policy/grad_norm"])
     assert result["policy/skipped_updates"] == 1 and result["tokens/trained"] == 0
     # a gradient that is not finite
-    assert step_of([sums({"gradient": math.nan})])["policy/positive_gradient_share"] is None
+    record = step_of([sums({"logit_gradient": math.nan})])
+    assert record["policy/rare_share_in_logits"] is None
 
 
 def test_searched_bounds_are_means_and_the_smallest_share():
@@ -172,7 +173,7 @@ def test_gradient_shares_are_those_of_autograd(name):
     source, rows = torch.Generator().manual_seed(5), micro_batch.rows
     hidden = torch.randn(len(micro_batch.targets), 8, generator=source)
     weight = torch.randn(300, 8, generator=source) / 4
-    logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets)
+    logprobs, *_ = token_logprobs(hidden, weight, micro_batch.targets)
     old = logprobs + 0.3 * torch.randn(len(logprobs), generator=source)
     weights = torch.ones_like(old)
     weights[rows[:3]] = torch.tensor([0.0, 0.5, math.nan])
@@ -208,9 +209,17 @@ def test_gradient_shares_are_those_of_autograd(name):
     assert asked.grad is not None
     sizes = asked.grad.abs()
     positive = sizes[micro_batch.advantages[kept] > 0].sum().item()
-    assert found["gradient"] == pytest.approx(sizes.sum().item(), rel=1e-5)
-    assert found["policy/positive_gradient_share"] == pytest.approx(positive, rel=1e-5)
-    assert 0.0 < positive < found["gradient"]
+    assert found["logprob_gradient"] == pytest.approx(sizes.sum().item(), rel=1e-5)
+    assert found["policy/positive_share_in_logprobs"] == pytest.approx(positive, rel=1e-5)
+    assert 0.0 < positive < found["logprob_gradient"]
+    p = (hidden @ weight.T).double().softmax(-1)[kept]
+    onehot = torch.nn.functional.one_hot(micro_batch.targets[kept], 300)
+    sizes = sizes * (onehot - p).norm(dim=1)
+    assert found["logit_gradient"] == pytest.approx(sizes.sum().item(), rel=1e-5)
+    positive = sizes[micro_batch.advantages[kept] > 0].sum().item()
+    assert found["policy/positive_share_in_logits"] == pytest.approx(positive, rel=1e-5)
+    rare = sizes[logprobs[kept].exp() < 0.2].sum().item()
+    assert found["policy/rare_share_in_logits"] == pytest.approx(rare, rel=1e-5)
 
 
 def test_tokens_count_by_their_weights_in_the_loss():
@@ -227,7 +236,12 @@ def test_tokens_count_by_their_weights_in_the_loss():
     advantages = (micro_batch.advantages * micro_batch.loss_weights)[rows]
     kept = [1, 2, *range(4, len(rows))]
     expected = bapo_sums(ratios[kept], (advantages * weights[rows])[kept], CONFIG)
-    found = sums_of(micro_batch, logprobs, CONFIG)
+    current = torch.stack([logprobs, torch.from_numpy(source.uniform(0, 1.4, len(old))).float()])
+    found = sums_of(micro_batch, current, CONFIG)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
-    plain = sums_of(replace(micro_batch, importance_weights=None), logprobs, CONFIG)
+    in_logits = CONFIG.model_copy(update={"statistic": "logit_share"})
+    sizes = (advantages * weights[rows] * current[1][rows])[kept]
+    found = sums_of(micro_batch, current, in_logits)
+    torch.testing.assert_close(found, bapo_sums(ratios[kept], sizes, CONFIG), rtol=1e-6, atol=0.0)
+    plain = sums_of(replace(micro_batch, importance_weights=None), current, CONFIG)
     torch.testing.assert_close(plain, bapo_sums(ratios, advantages, CONFIG), rtol=1e-12, atol=0.0)
