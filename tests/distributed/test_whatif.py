@@ -35,8 +35,8 @@ def measured_twice(
     from megadapo.lab.whatif.measure import measure
 
     rank = build(rendezvous, settings)
-    first, current = measure(rank, variants, 0, None)
-    second, _ = measure(rank, variants, 0, OldNumbers(logprobs=old))
+    first, current, _ = measure(rank, variants, 0, None)
+    second, *_ = measure(rank, variants, 0, OldNumbers(logprobs=old))
     logprobs = None if current is None else current.logprobs
     return first, second, logprobs
 
@@ -46,7 +46,7 @@ def with_moved_reference(rendezvous, settings, variants: Sequence[Variant]) -> l
     from megadapo.lab.whatif.measure import measure
 
     rank = build(rendezvous, settings)
-    first, old = measure(rank, variants, 0, None)
+    first, old, _ = measure(rank, variants, 0, None)
     assert rank.reference is not None
     for weights in rank.reference._weights.values():
         weights.mul_(1.5)
@@ -65,7 +65,7 @@ def beside_second_update(
 
     rank, batch = build(rendezvous, settings), variants[number].batch
     update(rank, batch, step=1, policy_version=policy_version)
-    found, _ = measure(rank, variants, policy_version, None)
+    found, *_ = measure(rank, variants, policy_version, None)
     return found[number], update(rank, batch, step=2, policy_version=policy_version).metrics
 
 

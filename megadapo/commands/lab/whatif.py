@@ -27,6 +27,9 @@ def add(commands: Commands) -> None:
         metavar="KEY=VALUE[,KEY=VALUE]",
         help="one alternative, as in --set algorithm.objective.clip_high=0.35; may be repeated",
     )
+    parser.add_argument(
+        "--aggregations", action="store_true", help="every loss aggregation as an alternative"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     parser.set_defaults(run=run)
 
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megadapo.config import load_config
-    from megadapo.lab.whatif.alternatives import alternatives
+    from megadapo.lab.whatif.alternatives import all_aggregations, alternatives
 
     folder: Path = arguments.run_folder
     if not folder.is_dir():
@@ -44,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         if override.startswith("--algorithm."):
             raise ConfigError(f"{override}: an alternative is --set {override[2:]}")
     config = load_config(folder, [*arguments.overrides, f"run.folder={folder}"])
-    chosen = alternatives(config, arguments.alternatives)
+    texts = [*arguments.alternatives, *(all_aggregations(config) if arguments.aggregations else ())]
+    chosen = alternatives(config, texts)
 
     from megadapo.lab.record import write_record
     from megadapo.lab.whatif.compare import compare

@@ -6,9 +6,9 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
-from megadapo.algorithm.config import ADVANTAGES_WITH_KEY, AlgorithmConfig
+from megadapo.algorithm.config import ADVANTAGES_WITH_KEY, Aggregation, AlgorithmConfig
 from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.config.problems import known_keys
@@ -45,6 +45,14 @@ def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
         name = re.sub(rf"(^|,\s*){SECTION}\.", r"\1", text)
         found.append((name, changed))
     return found
+
+
+def all_aggregations(config: RunConfig) -> list[str]:
+    """Return a text for each `algorithm.loss_aggregation` but the run's own."""
+    own, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
+    names = (name for name in get_args(Aggregation) if name != own)
+    length = {"seq-mean-token-sum-norm": f",{SECTION}.loss_length={longest}"}
+    return [f"{SECTION}.loss_aggregation={name}{length.get(name, '')}" for name in names]
 
 
 def settable_keys() -> list[str]:

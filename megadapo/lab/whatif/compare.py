@@ -17,7 +17,8 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
 from megadapo.lab.profiling.profiles import trainer_alone
 from megadapo.lab.whatif.alternatives import Alternative
-from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
+from megadapo.lab.whatif.sizes import GradientSizes, gradient_sizes, sizes_json, sizes_table
+from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from megadapo.observe.run_records import RunRecords
@@ -126,6 +127,8 @@ class WhatIfComparison:
     objectives: Sequence[tuple[str, Measured]]
     """Name and numbers of each objective, the run's own first."""
     notes: Sequence[str]
+    sizes: Sequence[tuple[str, GradientSizes]]
+    """How each spreads its gradient over the tokens."""
 
     def text(self) -> str:
         """Return one row per objective, and the notes."""
@@ -137,7 +140,7 @@ class WhatIfComparison:
         table = TextTable(title=self.title, head=head, rows=rows)
         entropy = self.objectives[0][1].entropy
         notes = [] if entropy is None else [f"Entropy: {entropy:.4f} nats per token."]
-        return "\n".join([table.text(), "", *self.notes, *notes])
+        return "\n".join([table.text(), "", sizes_table(self.sizes), "", *self.notes, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers as JSON values."""
@@ -148,6 +151,7 @@ class WhatIfComparison:
                 plain_numbers({"name": name, **asdict(measured)})
                 for name, measured in self.objectives
             ],
+            "sizes": sizes_json(self.sizes),
         }
 
 
@@ -170,7 +174,7 @@ def compare(
     with trainer_alone(config, settings) as trainer:
         if before is not None:
             trainer.load(before.trainer_folder, before.files)
-        measured, current = _measure(trainer, variants, step, None)
+        measured, current, gradients = _measure(trainer, variants, step, None)
         known = saved_logprobs(config, saved, variants[0].batch)
         notes = [*_notes(config, saved, before, np.abs(known - current.logprobs))]
         if obstacle is not None:
@@ -179,8 +183,12 @@ def compare(
                 f"checkpoint, and its updates cannot be repeated, because {obstacle}."
             )
         title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
-        objectives = list(zip(names, measured, strict=True))
-        yield WhatIfComparison(title=title, objectives=objectives, notes=notes)
+        yield WhatIfComparison(
+            title=title,
+            objectives=list(zip(names, measured, strict=True)),
+            notes=notes,
+            sizes=_sizes(names, variants, gradients, current.logprobs),
+        )
         if obstacle is not None:
             return
         if after is not None:
@@ -198,11 +206,27 @@ def compare(
             )
             source = "its updates, repeated here"
         old = np.where(np.isfinite(known), known, current.logprobs)
-        measured, _ = _measure(trainer, variants, step, replace(current, logprobs=old))
+        measured, now, gradients = _measure(trainer, variants, step, replace(current, logprobs=old))
         title = f"after the updates of step {step}, with the old log-probs from before them"
-        objectives = list(zip(names, measured, strict=True))
-        notes = [f"These weights are from {source}."]
-        yield WhatIfComparison(title=title, objectives=objectives, notes=notes)
+        yield WhatIfComparison(
+            title=title,
+            objectives=list(zip(names, measured, strict=True)),
+            notes=[f"These weights are from {source}."],
+            sizes=_sizes(names, variants, gradients, now.logprobs),
+        )
+
+
+def _sizes(
+    names: Sequence[str],
+    variants: Sequence[Variant],
+    gradients: TokenGradients,
+    logprobs: np.ndarray,
+) -> list[tuple[str, GradientSizes]]:
+    found = (
+        gradient_sizes(d_policy, gradients.distance, logprobs, variant.batch)
+        for variant, d_policy in zip(variants, gradients.d_policy, strict=True)
+    )
+    return list(zip(names, found, strict=True))
 
 
 def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:
@@ -240,21 +264,25 @@ def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> floa
 
 def _measure(
     trainer: Trainer, variants: Sequence[Variant], step: int, old: OldNumbers | None
-) -> tuple[list[Measured], OldNumbers]:
+) -> tuple[list[Measured], OldNumbers, TokenGradients]:
     """Return each objective's numbers, and all tokens' at the trainer's weights."""
     answers = trainer.call_all("apply", _measure_on, variants, step - 1, old)
-    parts = [part for _, part in answers if part is not None]
+    parts = [part for _, part, _ in answers if part is not None]
+    gradients = [part for _, _, part in answers if part is not None]
     logprobs = _merged([part.logprobs for part in parts])
-    assert logprobs is not None, "a rank of the last stage has some"
-    return answers[0][0], OldNumbers(
+    d_policy = _merged([part.d_policy for part in gradients])
+    distance = _merged([part.distance for part in gradients])
+    assert logprobs is not None and d_policy is not None and distance is not None, "of some rank"
+    old_numbers = OldNumbers(
         logprobs=logprobs,
         values=_merged([part.values for part in parts]),
         logprobs_ref=_merged([part.logprobs_ref for part in parts]),
     )
+    return answers[0][0], old_numbers, TokenGradients(d_policy=d_policy, distance=distance)
 
 
 def _merged(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return [T] with the numbers that any rank computed, NaN elsewhere; None without any."""
+    """Return [..., T] with the numbers that any rank computed, else NaN; None without any."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
@@ -266,7 +294,7 @@ def _merged(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 def _measure_on(
     rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: OldNumbers | None
-) -> tuple[list[Measured], OldNumbers | None]:
+) -> tuple[list[Measured], OldNumbers | None, TokenGradients | None]:
     # only a rank imports Megatron
     from megadapo.lab.whatif.measure import measure
 

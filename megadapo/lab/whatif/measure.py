@@ -18,7 +18,7 @@ from torch import Tensor
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
-from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic import add_token_advantages, values_of_tokens
@@ -55,7 +55,7 @@ def dot(rank: TrainerRank, one: Gradient, other: Gradient) -> float:
 
 def measure(
     rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: OldNumbers | None
-) -> tuple[list[Measured], OldNumbers | None]:
+) -> tuple[list[Measured], OldNumbers | None, TokenGradients | None]:
     """Measure all objectives at the rank's weights; collective, and no weight changes.
 
     Args:
@@ -65,7 +65,7 @@ def measure(
 
     Returns:
         The numbers, the same on all ranks; and the tokens' numbers that this rank computed with its
-        weights or was given, None on ranks that compute none.
+        weights or was given, and their gradients, None on ranks that compute none.
     """
     values, logprobs_ref = _fixed_numbers(rank, variants[0].batch, old)
     if logprobs_ref is not None:
@@ -103,9 +103,17 @@ def measure(
         )
     ]
     if not rank.has_results:
-        return found, None
-    logprobs = _logprobs(len(variants[0].batch.tokens), works, outputs)
-    return found, OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
+        return found, None, None
+    num_tokens = len(variants[0].batch.tokens)
+    computed = {
+        name: np.stack(
+            [_of_tokens(num_tokens, *one, name) for one in zip(works, outputs, strict=True)]
+        )
+        for name in ("logprobs", "distance", "d_policy")
+    }
+    logprobs, distance = (_first_known(computed[name]) for name in ("logprobs", "distance"))
+    old_numbers = OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
+    return found, old_numbers, TokenGradients(d_policy=computed["d_policy"], distance=distance)
 
 
 def _measured(variant: Variant, sums: Sums, norm: float, cosine: float | None) -> Measured:
@@ -241,12 +249,20 @@ def _sums(rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]) ->
     return sums.reduced(rank.device)
 
 
-def _logprobs(
-    num_tokens: int, works: Sequence[Work], outputs: Sequence[Sequence[PolicyHeadOutput]]
+def _of_tokens(
+    num_tokens: int, work: Work, outputs: Sequence[PolicyHeadOutput], name: str
 ) -> np.ndarray:
-    """Return [T] current log-probs; those of the first objective that has a token's."""
+    """Return [T] of a field of the head's outputs, NaN on tokens that this rank has not."""
     found = np.full(num_tokens, np.nan, dtype=np.float32)
-    for work, own in reversed(list(zip(works, outputs, strict=True))):
-        for (micro_batch, _), output in zip(work, own, strict=True):
-            found[micro_batch.batch_index] = output.logprobs[micro_batch.rows].cpu().numpy()
+    for (micro_batch, _), output in zip(work, outputs, strict=True):
+        values: Tensor = getattr(output, name)
+        found[micro_batch.batch_index] = values[micro_batch.rows].cpu().numpy()
+    return found
+
+
+def _first_known(values: np.ndarray) -> np.ndarray:
+    """Return [T] of the first objective of [objectives, T] that has a token's."""
+    found: np.ndarray = values[0].copy()
+    for more in values[1:]:
+        np.copyto(found, more, where=np.isnan(found))
     return found

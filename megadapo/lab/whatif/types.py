@@ -35,6 +35,16 @@ class OldNumbers:
     """[T] float32 of the reference policy; NaN on other tokens; None without one."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenGradients:
+    """Gradients of the batch's tokens, float32; NaN on other tokens."""
+
+    d_policy: np.ndarray
+    """[objectives, T] derivative of the weighted policy term in the token's log-prob."""
+    distance: np.ndarray
+    """[T] ||onehot - p||."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """One objective's numbers over the whole batch; None if there was nothing to measure."""
