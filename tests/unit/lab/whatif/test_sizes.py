@@ -1,5 +1,7 @@
 """Sizes of tokens' gradients: shares by probability, sign, length and position."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def test_shares_are_of_the_gradient_and_not_of_the_tokens():
     # token by token
     totals = dict.fromkeys(("all", "rare", "likely", "positive", "longest", "last"), 0.0)
     lengths = np.diff(batch.cu_seqlens) - batch.prompt_lengths
-    for sequence, (start, stop) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:])):
+    for sequence, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
         first = start + batch.prompt_lengths[sequence]
         for token in range(first, stop):
             size = 0.0 if np.isnan(d_policy[token]) else abs(d_policy[token]) * distance[token]
