@@ -63,11 +63,10 @@ class PolicyHeadOutput:
 
 
 class TokenLogprobs(NamedTuple):
-    """What the head says of each token, each [T] fp32."""
+    """Results of the head for each token, each [T] fp32."""
 
     logprobs: Tensor
-    entropy: Tensor
-    """In nats."""
+    entropy: Tensor  # in nats
     distance: Tensor
     """||onehot(token) - p||, without a gradient."""
 

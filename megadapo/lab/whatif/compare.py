@@ -128,7 +128,7 @@ class WhatIfComparison:
     """Name and numbers of each objective, the run's own first."""
     notes: Sequence[str]
     sizes: Sequence[tuple[str, GradientSizes]]
-    """How each spreads its gradient over the tokens."""
+    """Spread of each objective's gradient over the tokens."""
 
     def text(self) -> str:
         """Return one row per objective, and the notes."""

@@ -1,4 +1,4 @@
-"""How an objective spreads its gradient over tokens: sizes in log-prob space and in logit space.
+"""Spread of an objective's gradient over tokens: sizes in log-prob space and in logit space.
 
 A token's policy term has the derivative d in the token's log-prob and the loss weight w. Its
 gradient has the size |w d| in log-prob space, and |w d| ||onehot - p|| in the logits (divided by
