@@ -116,7 +116,8 @@ def gradients_by_objective(
         )
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
-            bounds = find_bounds(old, None, settings.algorithm.bapo, dual_clip=objective.dual_clip)
+            bapo = settings.algorithm.bapo
+            bounds = find_bounds(rank.chunks, head, old, bapo, is_first=True)
             head = replace(head, objective=bounds.put_into(objective))
         found[name] = gradients_under(rank, head, old)
     if pretraining is not None:
