@@ -260,7 +260,7 @@ class _PolicyHeadFunction(torch.autograd.Function):
 _policy_head: Callable[..., tuple[Tensor, ...]] = _PolicyHeadFunction.apply
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, ...]:
         outputs, stats = logprob_blocks(hidden, weight, call)
@@ -294,7 +294,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, None if d_weight is None else _returned_grad(weight, d_weight), None
 
 
-_token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, ...]] = _TokenLogprobs.apply
+_token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, ...]] = (
+    _TokenLogprobsFunction.apply
+)
 
 
 def _returned_grad(weight: Tensor, d_weight: Tensor) -> Tensor | None:
