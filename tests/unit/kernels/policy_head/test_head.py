@@ -223,7 +223,7 @@ def test_token_logprobs_gradient_of_any_objective():
     case = make_case(96, 24, 500, padded=504, temperature=0.8)
     old = case.kwargs["logprobs_old"]
 
-    def objective(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    def objective(logprobs: torch.Tensor, entropy: torch.Tensor, *_) -> torch.Tensor:
         ratio = (logprobs - old).view(4, 24).mean(1).exp()
         return (ratio * torch.tensor([1.0, -0.5, 2.0, 0.3])).sum() - 0.1 * entropy.sum()
 
