@@ -10,7 +10,6 @@ from megadapo.algorithm.advantages import (
     group_advantages,
     has_mixed_steps,
     is_mixed,
-    overlong_penalty,
     process_advantages,
     response_advantages,
     rewards_differ,
@@ -104,15 +103,6 @@ def test_nearly_constant_group_keeps_unit_scale():
 def test_bad_rewards_are_rejected(rewards):
     with pytest.raises(ValueError):
         group_advantages(rewards)
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)],
-)
-def test_overlong_penalty_at_the_papers_lengths(length, penalty):
-    assert overlong_penalty(length, max_length=20480, buffer=4096) == pytest.approx(penalty)
-    assert overlong_penalty(length, max_length=10, buffer=0) == 0.0
 
 
 @pytest.mark.parametrize(
