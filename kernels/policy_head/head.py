@@ -60,6 +60,8 @@ class PolicyHeadOutput:
     probability_sum: Tensor
     clip_high_probability_sum: Tensor
     """Sum of the probabilities of the tokens in clip_high_count."""
+    clip_high_probability_max: Tensor
+    """Their largest probability, 0-d fp32, 0 without any; combine with max."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -329,7 +331,11 @@ def _head_output(
     def count(bit: int) -> Tensor:
         return total((rows.flags & bit) != 0)
 
-    error = torch.where(kept, (rows.ratio - 1.0).abs(), 0.0)
+    def largest(values: Tensor) -> Tensor:
+        return values.amax() if call.num_rows else values.sum()
+
+    is_clipped_high = kept & ((rows.flags & CLIPPED_HIGH) != 0)
+    clipped_high = torch.where(is_clipped_high, rows.logprobs.exp(), 0.0)
     return PolicyHeadOutput(
         loss=loss,
         logprobs=call.spread(rows.logprobs),
@@ -337,7 +343,7 @@ def _head_output(
         ratio=call.spread(torch.where(weighted, rows.ratio, 0.0)),
         distance=call.spread(rows.distance),
         d_policy=call.spread(inputs.loss_weights * rows.d_policy),
-        ratio_max_error=error.amax() if call.num_rows else error.sum(),
+        ratio_max_error=largest(torch.where(kept, (rows.ratio - 1.0).abs(), 0.0)),
         num_tokens=kept.sum().double(),
         num_dropped=(weighted & ~kept).sum().double(),
         ratio_sum=total(rows.ratio),
@@ -346,7 +352,6 @@ def _head_output(
         dual_clip_count=count(DUAL_CLIPPED),
         entropy_sum=total(rows.entropy),
         probability_sum=total(rows.logprobs.exp()),
-        clip_high_probability_sum=total(
-            torch.where((rows.flags & CLIPPED_HIGH) != 0, rows.logprobs.exp(), 0.0)
-        ),
+        clip_high_probability_sum=total(clipped_high),
+        clip_high_probability_max=largest(clipped_high),
     )

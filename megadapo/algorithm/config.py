@@ -28,6 +28,9 @@ AdvantageRule = Literal[
 ADVANTAGES_WITH_KEY = {"discount": ("gae", "grpo-process"), "gae_lambda": ("gae",)}
 """The values of `advantage` that read a key."""
 
+FILTERS = ("overlong_filtering", "degenerate_filtering")
+"""Keys that leave responses out of the loss, and not out of their group."""
+
 
 class ReferenceConfig(Section, title="algorithm.reference"):
     """Reference policy of the KL divergence: the run's first weights, unless a key changes that."""
@@ -120,6 +123,14 @@ class AlgorithmConfig(Section, title="algorithm"):
     overlong_filtering: bool = False
     """Whether truncated responses are left out of the loss. The punishment still reaches complete
     responses inside the buffer, and the rewards with which a group is compared."""
+    gibberish_below: Annotated[float, Field(le=0.0)] = -3.0
+    """Mean log-prob of a response's tokens, in nats under the policy that sampled them, below which
+    the response counts as gibberish."""
+    repetitive_above: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Share of repeated n-grams (8 tokens) in a response above which it counts as repetitive."""
+    degenerate_filtering: bool = False
+    """Whether gibberish and repetitive responses are left out of the loss, as truncated ones are
+    with overlong_filtering."""
     objective: PolicyObjective = PolicyObjective()
     """Objective per token."""
     bapo: BapoConfig = BapoConfig()
@@ -221,11 +232,14 @@ class AlgorithmConfig(Section, title="algorithm"):
                 f'{in_reward}: algorithm.advantage = "grpo-process" compares steps, and the KL '
                 'divergence is taken off whole responses: set kl_in = "loss"'
             )
-        if self.overlong_filtering and self.advantage != "gae":
+        filters = [
+            f"algorithm.{key} = true" for key in self.changed(*FILTERS) if self.advantage != "gae"
+        ]
+        if filters:
             yield (
-                f"{in_reward}: with algorithm.overlong_filtering = true truncated responses are "
+                f"{in_reward}: with {' and '.join(filters)} responses without a loss are "
                 "compared with the others, but their KL divergence is not computed: set kl_in = "
-                '"loss", or punish them (algorithm.overlong_buffer)'
+                '"loss", or punish them by their reward (algorithm.overlong_buffer)'
             )
         if self.importance.stale_logprobs == "none":
             yield (

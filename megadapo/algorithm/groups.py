@@ -63,3 +63,11 @@ class ScoredGroup(Protocol):
     @property
     def steps(self) -> Sequence[Steps]:
         """[G] steps of each response, empty if it was scored as a whole; or () if all were."""
+
+    @property
+    def mean_logprobs(self) -> Sequence[float]:
+        """[G] mean log-prob of a response's sampled tokens under the policy that sampled them."""
+
+    @property
+    def repetitions(self) -> Sequence[float]:
+        """[G] share of a response's n-grams that it has had before."""

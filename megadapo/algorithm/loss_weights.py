@@ -25,7 +25,7 @@ def loss_weights(
     """Return the weight of each sampled token of every response of a step: [S] float64.
 
     Tokens of tool output have no loss and enter no count. Overlong filtering gives truncated
-    responses weight 0 and removes them from every count.
+    responses weight 0 and removes them from every count, and so does degenerate filtering.
 
     Args:
         num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
@@ -55,7 +55,25 @@ def num_sampled(groups: Sequence[ScoredGroup]) -> list[int]:
 def kept_responses(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
     """Return whether each response of a step is in the loss: [S] bool."""
     truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
-    return np.asarray(~(truncated & config.overlong_filtering))
+    keep: np.ndarray = ~(truncated & config.overlong_filtering)
+    if config.degenerate_filtering:
+        means = [mean for group in groups for mean in group.mean_logprobs]
+        repetitions = [share for group in groups for share in group.repetitions]
+        keep &= ~is_gibberish(means, config) & ~is_repetitive(repetitions, config)
+    return keep
+
+
+def is_gibberish(mean_logprobs: Sequence[float], config: AlgorithmConfig) -> np.ndarray:
+    """Return whether the policy found each response unlikely as it sampled it: [S] bool.
+
+    A response without log-probs (NaN) is not gibberish.
+    """
+    return np.array(mean_logprobs, dtype=np.float64) < config.gibberish_below
+
+
+def is_repetitive(repetitions: Sequence[float], config: AlgorithmConfig) -> np.ndarray:
+    """Return whether each response repeats too many of its n-grams: [S] bool."""
+    return np.array(repetitions, dtype=np.float64) > config.repetitive_above
 
 
 def sequence_weights(

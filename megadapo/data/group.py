@@ -17,7 +17,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -54,6 +54,9 @@ CUT_MESSAGES = "cut_messages"
 """Name of the number of messages and texts of an environment that were cut off."""
 INTERRUPTED = "interrupted"
 """Cause of the failure of an episode that a restart interrupted and that must not be repeated."""
+NGRAM = 8
+"""Tokens of an n-gram, whose repetition is measured; a power of 2."""
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 MIN_RESPONSES = 2
 """Fewest responses of a group: a single one has nothing to be compared with."""
 
@@ -194,6 +197,22 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
     return values.reshape(tokens, layers, per_token).astype(entry["dtype"])
 
 
+def repeated_share(token_ids: np.ndarray) -> float:
+    """Return the share of a response's n-grams that it has had before; 0 if it has no n-gram.
+
+    Source: seq-rep-n of arXiv 1908.04319, 1 - |different n-grams| / |n-grams|.
+    """
+    if len(token_ids) < NGRAM:
+        return 0.0
+    hashes, factor, width = token_ids.astype(np.uint64), _HASH_FACTOR, 1
+    # a polynomial modulo 2^64, over runs of 2, 4 and 8 tokens
+    while width < NGRAM:
+        hashes = hashes[:-width] * factor + hashes[width:]
+        factor, width = np.multiply(factor, factor), 2 * width
+    hashes.sort()
+    return float((hashes[1:] == hashes[:-1]).sum() / len(hashes))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Response:
     """One response as the engine returned it; its tokens are never re-tokenised.
@@ -249,6 +268,17 @@ class Response:
     def is_sampled(self) -> np.ndarray:
         """[n] bool, False on output of tools and environments."""
         return np.asarray(self.policy_versions != NO_VERSION)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of its sampled tokens' finite log-probs; NaN if the engine gave none."""
+        known = self.logprobs[self.is_sampled & np.isfinite(self.logprobs)]
+        return float(known.mean(dtype=np.float64)) if len(known) else math.nan
+
+    @cached_property
+    def repetition(self) -> float:
+        """The share of repeated n-grams among its sampled tokens, `repeated_share`."""
+        return repeated_share(self.token_ids[self.is_sampled])
 
     @property
     def actions(self) -> list[slice]:
@@ -390,6 +420,16 @@ class Group:
     def num_sampled(self) -> tuple[int, ...]:
         """Number of tokens of each response that the policy sampled."""
         return tuple(int(response.is_sampled.sum()) for response in self.responses)
+
+    @property
+    def mean_logprobs(self) -> tuple[float, ...]:
+        """Mean log-prob of each response under the policy that sampled it."""
+        return tuple(response.mean_logprob for response in self.responses)
+
+    @property
+    def repetitions(self) -> tuple[float, ...]:
+        """The share of repeated n-grams in each response."""
+        return tuple(response.repetition for response in self.responses)
 
     @property
     def branches(self) -> tuple[Branch | None, ...]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from megadapo.observe.metrics.names import DECLARED, METRICS, Panel
 
-HELD_OUT = "eval/accuracy"
+HELD_OUT = "evaluations"
 """Name that stands for held-out evaluations among measured metrics."""
 
 Section: TypeAlias = tuple[str, tuple[Panel, ...]]
@@ -25,7 +25,7 @@ _OF_STEP = {panel.title: panel.lines for panel in PANELS if not panel.heading}
 PHASES = {part: _OF_STEP[part] for part in ("in_step", "between", "beside")}
 """Phases that the report draws on top of each other: of a step, between steps, in parallel."""
 
-NOT_CURVES = tuple(_OF_STEP["numbers"])
+NOT_CURVES = _OF_STEP["numbers"].keys() - {panel.against for panel in PANELS}
 """Names in a record that no panel shows."""
 
 
@@ -43,7 +43,7 @@ def sections_with_values(names: Collection[str]) -> list[Section]:
         for heading, panels in groupby(drawn, lambda panel: panel.heading)
         if heading
     ]
-    known = {name for panel in drawn for name in panel.lines}
+    known = {HELD_OUT, *(name for panel in drawn for name in panel.lines)}
     others = tuple(
         Panel("Other metrics", name, lines={name: name}) for name in names if name not in known
     )

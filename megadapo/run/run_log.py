@@ -215,6 +215,7 @@ class RunLog:
                 "eval/score": self._evaluated.score,
                 "eval/pass_at_k": self._evaluated.best_of_all,
                 "eval/cons_at_k": self._evaluated.consensus,
+                "eval/response_length": self._evaluated.response_length,
                 "eval/policy_version": self._evaluated.policy_version,
             }
         record = self.metrics.record(

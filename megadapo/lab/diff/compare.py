@@ -62,7 +62,10 @@ def _payloads(path: Path) -> tuple[list[bytes], str]:
 
 
 _PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
-    ("rollout", ("response_length/", "tokens/generated", "tokens/recomputed", "tools/")),
+    (
+        "rollout",
+        ("response_length/", "degenerate/", "tokens/generated", "tokens/recomputed", "tools/"),
+    ),
     ("rollout", ("environment/",)),
     ("rollout", ("staleness/token_share", "staleness/mean", "staleness/max")),
     ("score", ("reward/", "accuracy/")),
@@ -78,6 +81,7 @@ _NEWS = (
     "eval/score",
     "eval/pass_at_k",
     "eval/cons_at_k",
+    "eval/response_length",
     "eval/policy_version",
 )
 """Metrics of an evaluation that became known in the step, which depends on its speed: the

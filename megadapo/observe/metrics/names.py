@@ -90,7 +90,7 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         Metric("eval/pass_at_k", "pass@k"): "Share of the problems of eval/accuracy with a "
         "correct response among all samples.",
         Metric("eval/cons_at_k", "cons@k"): "Share of its problems whose most frequent answer is "
-        "correct.",
+        "correct; answers that the reward accepts count as one.",
     },
     Panel("Learning", "Held-out sets", "", rest_of=r"held_out/(.+)"): {},
     Panel("Learning", "Ordered pairs", "share of pairs", in_plot=True): {
@@ -141,12 +141,18 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
     Panel("Policy", "Entropy", "nats a token", in_plot=True): {
         Metric("policy/entropy", "entropy", per="tokens"): "Mean token entropy in nats.",
     },
-    Panel("Policy", "Token probability", "mean", in_plot=True): {
-        Metric("policy/token_probability_mean", "all tokens", per="tokens"): "Mean probability of "
+    Panel("Policy", "Token probability", "of a token", in_plot=True): {
+        Metric("policy/token_probability_mean", "all, mean", per="tokens"): "Mean probability of "
         "the trained tokens.",
         Metric(
-            "policy/clip_high_probability", "clipped above", per="policy/clip_high_fraction"
+            "policy/clip_high_probability", "clipped above, mean", per="policy/clip_high_fraction"
         ): "Mean probability of the tokens clipped at the upper bound (DAPO, figure 3a).",
+        Metric(
+            "policy/clip_high_probability_max",
+            "clipped above, largest",
+            per="policy/clip_high_fraction",
+            is_max=True,
+        ): "Largest probability of these tokens; about 0.2 in DAPO's section 3.1.",
     },
     Panel("Policy", "Positive and rare tokens", "share of the gradient", in_plot=True): {
         Metric(
@@ -167,6 +173,11 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "upper bound.",
         Metric("policy/clip_low_fraction", "low", per="tokens"): "Share of tokens clipped at the "
         "lower bound.",
+    },
+    Panel("Policy", "Clipped sequences", "share of sequences", in_plot=True): {
+        Metric("policy/clipped_sequences", "clipped", per="sequences"): "Share of the updates' "
+        "responses that the clip of a sequence ratio (GSPO) cut, so that no token of them has a "
+        "gradient; their tokens are in policy/clip_*_fraction. Null with a token's own ratio.",
     },
     Panel("Policy", "Bounded by the dual clip", "share of tokens"): {
         Metric("policy/dual_clip_fraction", "bounded", per="tokens"): "Share of tokens bounded by "
@@ -246,12 +257,28 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
     },
     Panel(
         "What to watch",
+        "Length, held out",
+        "tokens, against held-out accuracy",
+        against="eval/accuracy",
+        in_plot=True,
+    ): {
+        Metric("eval/response_length", "length"): "Mean response length of the evaluation of "
+        "eval/accuracy, in tokens.",
+    },
+    Panel(
+        "What to watch",
         "Entropy",
         "nats, against training accuracy",
         against="accuracy/mean",
         in_plot=True,
     ): {
         Metric("policy/entropy", "entropy"): "",
+    },
+    Panel("What to watch", "Degenerate responses", "share of responses", in_plot=True): {
+        Metric("degenerate/gibberish", "gibberish"): "Share of responses whose mean log-prob under "
+        "the policy that sampled them is below algorithm.gibberish_below.",
+        Metric("degenerate/repetitive", "repetitive"): "Share of responses that have had more than "
+        "algorithm.repetitive_above of their n-grams of 8 tokens before.",
     },
     Panel(
         "What to watch",

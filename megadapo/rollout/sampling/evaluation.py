@@ -99,13 +99,14 @@ def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
 def consensus(scores: Sequence[Score]) -> float | None:
     """Return whether the most frequent answer is correct: 1 or 0, and a share for a tie.
 
-    Answers that the symbolic comparison finds equal to the gold answer are one answer. A response
-    without an answer has no vote; if no response has an answer, the result is 0. It is None if the
-    reward function extracts no answers, or does not say what is correct.
+    Answers that the reward function or the symbolic comparison accepts are one answer, and others
+    are compared as the rule spells them. A response without an answer has no vote; if no response
+    has an answer, the result is 0. It is None if the reward function extracts no answers, or does
+    not say what is correct.
     """
     if not any(score.answer for score in scores) or any(one.correct is None for one in scores):
         return None
-    gold = {score.answer for score in scores if score.symbolic_correct}
+    gold = {score.answer for score in scores if score.correct or score.symbolic_correct}
     votes: dict[str, list[bool]] = {}
     for score in scores:
         if score.answer not in ("", NO_ANSWER):

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from megadapo.algorithm.advantages import overlong_penalties
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.loss_weights import is_gibberish, is_repetitive
 from megadapo.cluster.processes import MIB
 from megadapo.codec import Measured
 from megadapo.data.group import Group, RewardParts
@@ -69,6 +70,10 @@ class GroupStats:
     reward_range: tuple[float, float] = (0.0, 0.0)
     """Lowest and highest reward; zeros in states of earlier versions."""
     lengths: tuple[int, ...]
+    mean_logprobs: tuple[Measured, ...] = ()
+    """Mean log-prob of each response; empty in states of earlier versions, as the next field."""
+    repetitions: tuple[float, ...] = ()
+    """Share of repeated n-grams in each response."""
     num_truncated: int
     is_mixed: bool
     is_one_text: bool = False
@@ -103,6 +108,8 @@ class GroupStats:
             reward_range=(min(group.rewards), max(group.rewards)),
             parts=group.parts,
             lengths=group.lengths,
+            mean_logprobs=group.mean_logprobs,
+            repetitions=group.repetitions,
             num_truncated=sum(group.truncated),
             is_mixed=is_mixed,
             is_one_text=len(responses) > 1 and len({one.text for one in responses}) == 1,
@@ -328,6 +335,7 @@ class SampledBatch:
             **(dict.fromkeys(_NOT_REPLAYED) if self.is_replay else {}),
             **self._group_metrics(),
             **self._response_metrics(algorithm, rollout.max_response_tokens),
+            **self._degenerate_metrics(algorithm),
             **self._tool_metrics(rollout, sampling),
             **self._engine_metrics(),
         }
@@ -378,6 +386,18 @@ class SampledBatch:
             # counts of environments have their own area
             values[name if name.startswith("environment/") else f"reward/{name}"] = value
         return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+    def _degenerate_metrics(self, algorithm: AlgorithmConfig) -> dict[str, float | None]:
+        """Return the shares of gibberish and of repetitive responses; null where none is known."""
+        means = [mean for group in self.stats for mean in group.mean_logprobs]
+        known = [mean for mean in means if not math.isnan(mean)]
+        repetitions = [one for group in self.stats for one in group.repetitions]
+        num_gibberish = int(is_gibberish(known, algorithm).sum())
+        num_repetitive = int(is_repetitive(repetitions, algorithm).sum())
+        return {
+            "degenerate/gibberish": share(num_gibberish, len(known)),
+            "degenerate/repetitive": share(num_repetitive, len(repetitions)),
+        }
 
     def _tool_metrics(
         self, rollout: RolloutConfig, sampling: SamplingConfig

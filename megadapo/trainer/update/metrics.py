@@ -95,6 +95,8 @@ class Sums(dict[str, float]):
         self["policy/clip_low_fraction"] += output.clip_low_count.item()
         self["policy/clip_high_fraction"] += output.clip_high_count.item()
         self["policy/clip_high_probability"] += output.clip_high_probability_sum.item()
+        largest = output.clip_high_probability_max.item()
+        self._add_most("policy/clip_high_probability_max", largest)
         self["policy/dual_clip_fraction"] += output.dual_clip_count.item()
         self["policy/token_probability_mean"] += output.probability_sum.item()
         self._add_most("policy/ratio_first_max_error", _ratio_error(micro_batch, output))
@@ -106,6 +108,8 @@ class Sums(dict[str, float]):
             self["staleness/weight_masked_share"] += micro_batch.num_outside
         self["policy/approx_kl"] += _kl_from_old(micro_batch, output.logprobs)
         self._add_gradient(micro_batch, output)
+        if head.objective.ratio == "sequence":
+            self._add_clipped_sequences(micro_batch, output)
 
     def _add_gradient(self, micro_batch: MicroBatch, output: PolicyHeadOutput) -> None:
         """Add the sizes of the tokens' policy gradients in log-prob space and in logit space."""
@@ -137,6 +141,21 @@ class Sums(dict[str, float]):
             self["reference_tokens"] += len(kl)
             self["kl/mean"] += kl.sum().item()
             self._add_most("kl/max", kl.abs().max().item())
+
+    def _add_clipped_sequences(self, micro_batch: MicroBatch, output: PolicyHeadOutput) -> None:
+        """Add the sequences that the clip left out of the update.
+
+        A token counts as its part of a sequence: context-parallel ranks have parts of it.
+        """
+        rows, weights = micro_batch.rows, micro_batch.importance_weights
+        num_tokens = np.bincount(micro_batch.sequences_all_ranks)[micro_batch.sequences]
+        parts = torch.from_numpy(1.0 / num_tokens).to(rows.device)
+        is_clipped = (output.d_policy == 0) & (micro_batch.advantages != 0)
+        if weights is not None:
+            # a masked token has no gradient for another reason
+            is_clipped &= weights != 0
+        self["sequences"] += parts.sum().item()
+        self["policy/clipped_sequences"] += parts[is_clipped[rows]].sum().item()
 
     def _add_most(self, name: str, value: float) -> None:
         self[name] = max(self[name], value)

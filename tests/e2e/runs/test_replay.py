@@ -18,6 +18,7 @@ NUM_STEPS = 3
 NEEDS_ENGINES = {
     "tokens/generated",
     *("eval/accuracy", "eval/score", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version"),
+    "eval/response_length",
 }
 WARMUP = "--trainer.optimizer.warmup_steps=2"
 

@@ -62,6 +62,7 @@ def scored_group(lengths: Sequence[int], **fields: Any) -> SimpleNamespace:
     each = len(lengths)
     usual = {"rewards": [0.0] * each, "truncated": [False] * each, "branches": [None] * each}
     usual |= {"lengths": lengths, "num_sampled": lengths, "steps": ()}
+    usual |= {"mean_logprobs": [-0.5] * each, "repetitions": [0.0] * each}
     return SimpleNamespace(**(usual | fields))
 
 

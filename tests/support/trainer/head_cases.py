@@ -187,14 +187,14 @@ def loss_error(got: Tensor, case: HeadCase, expected: HeadReference) -> float:
     return abs(got.item() - expected.loss.item()) / max(size, abs(expected.loss.item()), 1e-30)
 
 
-def clip_counts(case: HeadCase, logprobs: Tensor) -> tuple[int, int, float]:
-    """Return how many tokens the paper's definition clips low, how many high, their probability."""
+def clip_counts(case: HeadCase, logprobs: Tensor) -> tuple[int, int, Tensor]:
+    """Return how many tokens the paper's definition clips low, and high with probabilities."""
     kwargs, objective = case.kwargs, case.kwargs["objective"]
     ratio = (logprobs.double() - kwargs["logprobs_old"].double()).exp()
     chosen = kwargs["loss_weights"] != 0
     low = chosen & (kwargs["advantages"] < 0) & (ratio < 1 - objective.clip_low)
     high = chosen & (kwargs["advantages"] > 0) & (ratio > 1 + objective.clip_high)
-    return int(low.sum()), int(high.sum()), float(logprobs.double().exp()[high].sum())
+    return int(low.sum()), int(high.sum()), logprobs.double().exp()[high]
 
 
 def check_head(
@@ -207,8 +207,11 @@ def check_head(
     got.assert_gradients(expected, 4e-3 if is_bf16 else 2e-6)
     assert (got.output.logprobs - expected.logprobs).abs().max() <= logprobs
     if case.kwargs["objective"].gate == "clip":
-        low, high, probability = clip_counts(case, expected.logprobs)
+        low, high, of_high = clip_counts(case, expected.logprobs)
         assert (got.output.clip_low_count, got.output.clip_high_count) == (low, high)
+        probability = of_high.sum().item()
         error = got.output.clip_high_probability_sum.item() - probability
         assert abs(error) <= logprobs * max(1.0, probability)
+        largest = got.output.clip_high_probability_max.item()
+        assert abs(largest - max(of_high.tolist(), default=0.0)) <= logprobs
     return got, expected

@@ -83,7 +83,11 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ({"discount": 0.5}, "algorithm.discount: read only"),
         (
             RLOO_WITH_KL | {"overlong_filtering": True, "overlong_buffer": 0},
-            "algorithm.overlong_filtering = true truncated responses",
+            "algorithm.overlong_filtering = true responses without a loss",
+        ),
+        (
+            RLOO_WITH_KL | {"degenerate_filtering": True},
+            "algorithm.degenerate_filtering = true responses without a loss",
         ),
         (
             RLOO_WITH_KL | {"importance": {"stale_logprobs": "none"}},

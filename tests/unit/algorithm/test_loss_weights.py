@@ -1,6 +1,7 @@
 """Loss aggregations as weights, against loops, and the mini-batches that they are computed for."""
 
 import itertools
+import math
 import random
 import typing
 
@@ -76,6 +77,18 @@ def test_overlong_filtering_removes_truncated_responses(filtering, expected):
         responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=filtering
     )
     np.testing.assert_allclose(loss_weights(groups, config), expected, rtol=1e-15)
+
+
+def test_degenerate_filtering_removes_gibberish_and_repetitive_responses():
+    """A response without log-probs is kept, and so is one at a bound."""
+    groups = [
+        scored_group([2, 2], mean_logprobs=[-3.0, -3.1]),
+        scored_group([2, 1, 2], repetitions=[0.6, 0.5, 0.0], mean_logprobs=[-1, math.nan, -9.0]),
+    ]
+    off = AlgorithmConfig(responses_per_mini_batch=8)
+    assert loss_weights(groups, off).tolist() == [1 / 9] * 5
+    on = AlgorithmConfig(responses_per_mini_batch=8, degenerate_filtering=True)
+    assert loss_weights(groups, on).tolist() == [1 / 3, 0.0, 0.0, 1 / 3, 0.0]
 
 
 @pytest.mark.parametrize(

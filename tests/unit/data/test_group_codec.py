@@ -14,6 +14,7 @@ from megadapo.data.group import (
     decode_versions,
     encode_experts,
     encode_versions,
+    repeated_share,
 )
 from tests.support.rollout.groups import make_group
 
@@ -54,6 +55,29 @@ def test_problem_has_its_place_and_is_one_line() -> None:
     entry["responses"][1]["turns"][0][1] = "much"
     with pytest.raises(ValueError, match=r"^responses\.1\.turns\.0\.entropy: Input should be .*$"):
         decode(Group, entry)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7, 8, 9, 40, 300])
+@pytest.mark.parametrize("num_different", [1, 2, 3, 50_000])
+def test_repeated_share_is_counted_over_the_sampled_tokens(num_tokens, num_different) -> None:
+    """The output of a tool may repeat itself, and its log-probs are NaN."""
+    rng = np.random.default_rng(num_tokens)
+    ids = rng.integers(0, num_different, num_tokens).astype(np.int32)
+    ids[num_tokens // 2 :] = ids[: num_tokens - num_tokens // 2]
+    runs = [tuple(ids[start : start + 8].tolist()) for start in range(max(0, num_tokens - 7))]
+    expected = 1 - len(set(runs)) / len(runs) if runs else 0.0
+    assert repeated_share(ids) == pytest.approx(expected, abs=1e-15)
+    output = np.full(100, 3, dtype=np.int32)
+    response = Response(
+        text="",
+        token_ids=np.concatenate([ids[:5], output, ids[5:]]),
+        logprobs=np.where(np.arange(num_tokens + 100) < 5, -2.0, -1.0).astype(np.float32),
+        finish_reason="stop",
+        policy_versions=np.repeat([4, -1, 4], [min(5, num_tokens), 100, max(0, num_tokens - 5)]),
+    )
+    assert response.repetition == repeated_share(ids)
+    mean = -1.0 - min(5, num_tokens) / num_tokens if num_tokens else math.nan
+    assert response.mean_logprob == pytest.approx(mean, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,17 @@ def test_panel_appears_in_both_if_its_metrics_have_values(tmp_path, title):
     assert plotted == [title] and reported == [title]
 
 
+def test_length_against_held_out_accuracy_needs_an_accuracy(tmp_path):
+    """An evaluation by a judge has a score alone, and the axis would have no values."""
+    title = "Length, held out"
+    measured = recorded(tmp_path / "a", **{"eval/response_length": 9.0, "eval/accuracy": 0.5})
+    assert shown(measured) == ([title], [title])
+    judged = recorded(tmp_path / "b", **{"eval/response_length": 9.0})
+    with MetricsLog(judged) as log:
+        log.record_evaluation(evaluation_record(1, accuracy=None, score=0.5))
+    assert title not in shown(judged)[0] + shown(judged)[1]
+
+
 def test_run_without_their_values_has_no_other_panel(tmp_path):
     entropy = recorded(tmp_path / "entropy", **{"policy/entropy": 0.5})
     assert shown(entropy) == (["Entropy"], ["Entropy"])

@@ -12,7 +12,7 @@ function drawAgainst(grid, panel) {
     table: [points.map((point) => point.x), ...data.runs.map((_, run) => ofRun(run))],
     series: data.runs.map((_, run) => pointSeries(seriesColour(run), lineLabel(run, label))),
     overSteps: false,
-    read: (_, index) => readPoint(points[index], label),
+    read: (_, index) => readPoint(points[index], label, panel.unit.split("against ").pop()),
   });
 }
 
@@ -34,7 +34,7 @@ const pointSeries = (colour, label) => ({
   points: { show: true, size: 6, fill: colour, stroke: colour },
 });
 
-function readPoint({ run, step, x, y }, label) {
+function readPoint({ run, step, x, y }, label, labelOfX) {
   const name = severalRuns ? `${data.runs[run].name}, step` : "step";
   return [
     el("b", {}, `${name} ${formatNumber(step)}`),
@@ -42,7 +42,7 @@ function readPoint({ run, step, x, y }, label) {
       "div",
       { class: "tip-rows" },
       tipRow(seriesColour(run), label, formatNumber(y)),
-      tipRow(null, "training accuracy", formatNumber(x)),
+      tipRow(null, labelOfX, formatNumber(x)),
     ),
   ];
 }

@@ -5,6 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,9 @@ def test_votes_are_counted_as_answers_are_compared(rule):
     half = [Score(1.0, True, answer, True) for answer in ("1/2", "0.5", "2/4")]
     wrong = [Score(-1.0, False, "1/3", False)] * 2
     assert consensus([*half, *wrong]) == 1.0
+    # by a function of one's own, whose comparison is unknown
+    accepted = [replace(score, symbolic_correct=None) for score in half]
+    assert consensus([*accepted, *wrong]) == 1.0
 
 
 def test_score_is_measured_if_no_function_says_what_is_correct():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megadapo.config import RunConfig
@@ -14,6 +15,7 @@ from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch
 from megadapo.rollout.types import EngineActivity
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import UpdateResult
+from tests.support.rollout.groups import make_group
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
@@ -74,7 +76,7 @@ OWN = [metric_name(phrase) for phrase in CONFIG.observe.reflection_phrases]
 ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
     *("time/evaluate_s", "time/checkpoint_s", "eval/accuracy", "eval/policy_version"),
-    *("eval/score", "eval/pass_at_k", "eval/cons_at_k"),
+    *("eval/score", "eval/pass_at_k", "eval/cons_at_k", "eval/response_length"),
     *("eval/loss", "eval/pair_accuracy", "pairs/accuracy", "pairs/margin"),
     "memory/driver_mib",
 }
@@ -97,6 +99,28 @@ def test_reward_parts_have_metrics(tmp_path):
     (record,) = read_metrics(tmp_path)
     assert list(record) == [*METRIC_NAMES, "reward/mine/format", *OWN]
     assert record["reward/mine/format"] == 0.5
+
+
+def test_degenerate_responses_are_counted_over_all_sampled_ones():
+    """Groups in a state of an earlier version have neither number."""
+    earlier = group_stats(5, 60, num_correct=2)
+    group = make_group(2)
+    odd, *others = group.responses
+    loop = replace(
+        odd,
+        token_ids=np.full(40, 7, dtype=np.int32),
+        logprobs=np.full(40, -9.0, dtype=np.float32),
+        policy_versions=np.zeros(40, dtype=np.int32),
+    )
+    plain = [
+        replace(one, logprobs=np.full(len(one.logprobs), -0.1, dtype=np.float32)) for one in others
+    ]
+    stats = GroupStats.from_group(replace(group, responses=(loop, *plain)), is_mixed=True)
+    found = metrics(stats=[earlier, stats])
+    assert found["degenerate/gibberish"] == found["degenerate/repetitive"] == 1 / (1 + len(plain))
+    known = metrics(stats=[replace(stats, mean_logprobs=(math.nan, *stats.mean_logprobs[1:]))])
+    assert known["degenerate/gibberish"] == 0.0
+    assert metrics(stats=[earlier])["degenerate/repetitive"] is None
 
 
 def test_tool_metrics_need_a_tool():

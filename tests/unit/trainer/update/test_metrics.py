@@ -222,6 +222,71 @@ def test_gradient_shares_are_those_of_autograd(name):
     assert found["policy/rare_share_in_logits"] == pytest.approx(rare, rel=1e-5)
 
 
+def test_clipped_sequences_are_those_without_a_gradient():
+    """A sequence of 6, one of 3 and one of 8 tokens: the clip cuts the second and third.
+
+    A context-parallel rank, which has some tokens of each, adds its part.
+    """
+    objective = PolicyObjective(ratio="sequence", clip_low=0.2, clip_high=0.2)
+    micro_batch = _micro_batch()
+    rows = micro_batch.rows
+    sizes = np.bincount(micro_batch.sequences)
+    assert sizes.tolist() == [6, 3, 8]
+    source = torch.Generator().manual_seed(5)
+    hidden = torch.randn(len(micro_batch.targets), 8, generator=source)
+    weight = torch.randn(300, 8, generator=source) / 4
+    sequences = torch.from_numpy(micro_batch.sequences)
+    advantages = torch.zeros_like(micro_batch.advantages)
+    advantages[rows] = torch.tensor([1.0, 1.0, -1.0])[sequences]
+    # the old log-prob stands for the log of the sequence's ratio
+    ratios = torch.zeros_like(advantages)
+    ratios[rows] = torch.tensor([1.1, 1.3, 0.7]).log()[sequences]
+    weights = torch.ones_like(ratios)
+    micro_batch = replace(
+        micro_batch,
+        proximal=ratios,
+        logprobs_old=ratios,
+        advantages=advantages,
+        importance_weights=weights,
+    )
+    output = policy_head_loss(
+        hidden,
+        weight,
+        micro_batch.targets,
+        logprobs_old=ratios,
+        advantages=advantages,
+        loss_weights=micro_batch.loss_weights,
+        importance_weights=weights,
+        objective=objective,
+        rows=rows,
+    )
+    options = {"temperature": 1.0, "vocab_size": 300, "wait_for_weight": lambda _: None}
+    head = PolicyHead(objective=objective, **options)
+    found = Sums()
+    found.add(micro_batch, output, head)
+    assert found.value("policy/clipped_sequences") == pytest.approx(2 / 3, rel=1e-12)
+    assert found["policy/clip_low_fraction"] + found["policy/clip_high_fraction"] == 3 + 8
+    largest = output.logprobs[rows[sequences == 1]].exp().max().item()
+    assert found.value("policy/clip_high_probability_max") == pytest.approx(largest)
+    # tokens with a masked weight are not cut by the clip
+    weights[rows[sequences == 2]] = 0.0
+    masked = Sums()
+    masked.add(micro_batch, output, head)
+    assert masked.value("policy/clipped_sequences") == pytest.approx(1 / 3, rel=1e-12)
+    half = replace(
+        micro_batch,
+        rows=rows[::2],
+        own_of_all_ranks=micro_batch.own_of_all_ranks[::2],
+        logprobs_rollout=micro_batch.logprobs_rollout[::2],
+        is_current=micro_batch.is_current[::2],
+        is_stale=micro_batch.is_stale[::2],
+    )
+    part = Sums()
+    part.add(half, output, head)
+    assert part["sequences"] == pytest.approx(3 / 6 + 2 / 3 + 4 / 8)
+    assert Sums().value("policy/clipped_sequences") is None
+
+
 def test_tokens_count_by_their_weights_in_the_loss():
     """A search over tokens that the update masks, or halves, finds bounds for another loss."""
     micro_batch = _micro_batch()
