@@ -152,6 +152,8 @@ def test_length_against_held_out_accuracy_needs_an_accuracy(tmp_path):
     title = "Length, held out"
     measured = recorded(tmp_path / "a", **{"eval/response_length": 9.0, "eval/accuracy": 0.5})
     assert shown(measured) == ([title], [title])
+    # the axis of the report's panel
+    assert '"eval/accuracy":{"steps":[' in render([measured])
     judged = recorded(tmp_path / "b", **{"eval/response_length": 9.0})
     with MetricsLog(judged) as log:
         log.record_evaluation(evaluation_record(1, accuracy=None, score=0.5))
