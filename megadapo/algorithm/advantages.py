@@ -87,22 +87,26 @@ def advantages(
 ) -> Advantages:
     """Return the advantages of a step's responses, or of their tokens.
 
-    Tokens of a response differ with grpo-process. With gae the result is the responses' rewards:
-    the critic's ranks compute the advantages of tokens from them.
+    Tokens of a response differ with grpo-process. With gae the result is the responses' rewards,
+    or at each token the sum of the scores of its step and of all later ones: the critic's ranks
+    compute the advantages of tokens from them (`gae.token_rewards`).
 
     Args:
         rewards: [S] result of `response_rewards`; None: computed here.
         num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
     """
-    if config.compares_steps:
+    has_steps = any(steps for group in groups for steps in group.steps)
+    if config.compares_steps or (config.advantage == "gae" and has_steps):
         return [
             of_tokens
             for group in groups
             for of_tokens in process_advantages(
                 shaped_steps(group, config, max_response_tokens=max_response_tokens),
                 group.lengths,
+                rule=config.advantage,
                 normalize_by_std=config.normalize_by_std,
-                discount=config.discount,
+                # the critic's ranks discount by tokens
+                discount=config.discount if config.compares_steps else 1.0,
             )
         ]
     counts = num_sampled(groups) if num_tokens is None else num_tokens
@@ -205,6 +209,7 @@ def process_advantages(
     steps: Sequence[Steps],
     lengths: Sequence[int],
     *,
+    rule: AdvantageRule = "grpo-process",
     normalize_by_std: bool = True,
     discount: float = 1.0,
 ) -> list[np.ndarray]:
@@ -213,7 +218,7 @@ def process_advantages(
     Process supervision (arXiv 2402.03300, section 4.1.3): the scores of all steps of all responses
     are normalised together. A token gets the sum over its step and all later ones, each of them
     discounted once more. With one step per response that is grpo. The definition is
-    `reference.process_advantages`.
+    `reference.process_advantages`. With gae the scores stay as they are.
 
     Args:
         steps: [G] steps of each response; at least one response has a step.
@@ -221,7 +226,7 @@ def process_advantages(
         discount: factor per step.
     """
     scores = [score for own in steps for _, score in own]
-    normalized = group_advantages(scores, normalize_by_std=normalize_by_std)
+    normalized = group_advantages(scores, rule=rule, normalize_by_std=normalize_by_std)
     edges = np.cumsum([len(own) for own in steps])
     advantages = []
     for own, values, length in zip(steps, np.split(normalized, edges[:-1]), lengths, strict=True):

@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def terminal_rewards(scores: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-    """Return [N] float64: each sequence's score at its last token, 0 at the others.
+def token_rewards(to_go: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+    """Return [N] float64 rewards of tokens, from the rewards still to come at each of them.
+
+    A response without steps has its score at every token, so its last one gets the whole reward.
+    The score of a step is at the last token that is not behind its end, also where tokens out of
+    the loss, which are not passed, follow.
 
     Args:
-        scores: [N] score of the whole response, repeated for each of its tokens.
+        to_go: [N] sum of the rewards of a token and all later ones of its response.
         sequences: [N] sequence of each token; a sequence's tokens are neighbours, in order.
     """
-    rewards = np.zeros(len(scores))
-    last = _starts(sequences)[1:] - 1
-    rewards[last] = scores[last]
+    rewards = np.array(to_go, dtype=np.float64)
+    inside = np.diff(sequences) == 0
+    rewards[:-1][inside] -= rewards[1:][inside]
     return rewards
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
+from megadapo.algorithm.gae import generalized_advantages, token_rewards, value_losses
 from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_critic, describe_stored
 from megadapo.models.folder import read_hf_config, resolve_model_folder
@@ -329,8 +329,8 @@ def _token_advantages(
     if kl_coef != 0.0:
         assert micro_batch.kl is not None, "ReferencePolicy.add_logprobs sets it"
         known.append(micro_batch.kl)
-    scores, of_states, *kl = _of_whole_sequences(micro_batch, known)
-    rewards = terminal_rewards(scores, micro_batch.sequences_all_ranks)
+    to_go, of_states, *kl = _of_whole_sequences(micro_batch, known)
+    rewards = token_rewards(to_go, micro_batch.sequences_all_ranks)
     for divergence in kl:
         rewards -= kl_coef * divergence
     advantages = generalized_advantages(

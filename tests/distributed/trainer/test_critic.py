@@ -22,10 +22,14 @@ LAYOUTS = with_marks(("dp2-overlap", "cp2-tp2-sp", "cp2-vpp2-small"), full=("sma
 
 
 def _batch():
-    """A response of one token, one without a loss, and one that has lost a token in its middle."""
+    """A response of one token, one without a loss, one that has lost a token in its middle, and two
+    with a step that is rewarded before the end: at a token, and at the lost one."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     batch.loss_weights[batch.cu_seqlens[1] : batch.cu_seqlens[2]] = 0.0
     batch.loss_weights[batch.cu_seqlens[4] - 10] = 0.0
+    for end in (batch.cu_seqlens[4] - 9, batch.cu_seqlens[6] - 2):
+        first = batch.cu_seqlens[np.searchsorted(batch.cu_seqlens, end) - 1]
+        batch.advantages[first:end] += 0.8
     return batch
 
 

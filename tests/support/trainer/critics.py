@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,8 @@ def definition(folder: Path, batch: PackedBatch) -> dict[str, Any]:
         hidden = model(torch.from_numpy(batch.tokens[start:stop])[None]).last_hidden_state[0]
         states = torch.tensor([t - 1 - start for t in own], dtype=torch.int64)
         values.append((hidden[states] @ head[0]) if own else hidden.new_zeros(0))
-        rewards = [0.0] * len(own)
-        if own:
-            rewards[-1] = float(batch.advantages[own[-1]])
+        to_go = [*batch.advantages[own].astype(np.float64).tolist(), 0.0]
+        rewards = [now - later for now, later in pairwise(to_go)]
         raw += generalized_advantages(
             rewards,
             values[-1].tolist(),

@@ -17,7 +17,7 @@ from megadapo.algorithm.advantages import (
     whitened,
 )
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
+from megadapo.algorithm.gae import generalized_advantages, token_rewards, value_losses
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.algorithm.reference import generalized_advantages as definition
 from tests.support.trainer.batches import scored_group
@@ -252,6 +252,34 @@ def test_equal_steps_give_exact_zeros():
     assert all((own == 0.0).all() for own in found)
 
 
+def test_step_rewards_reach_gae():
+    """One number at the end would say nothing of which step was right."""
+    steps = (((2, 1.0), (5, 0.5)), ())
+    group = scored_group([6, 3], rewards=[0.5, -1.0], steps=steps)
+    config = AlgorithmConfig(advantage="gae", overlong_buffer=2)
+    to_go = advantages([group], config, max_response_tokens=7)
+    # the first response is punished for 1 of 2 tokens, in its last step
+    assert [own.tolist() for own in to_go] == [[1, 1, 0, 0, 0, 0], [-1, -1, -1]]
+    rewards = token_rewards(np.concatenate(to_go), np.repeat([0, 1], [6, 3]))
+    assert rewards.tolist() == [0, 1.0, 0, 0, 0.0, 0, 0, 0, -1.0]
+
+
+def test_step_reward_without_its_last_token_goes_to_the_one_before():
+    """Steps of 1.0 and 0.5 end with tokens that a tool wrote; the last token is behind both."""
+    rewards = token_rewards(np.array([1.5, 1.5, 0.5, 0.5, 0.0]), np.zeros(5))
+    assert rewards.tolist() == [0, 1.0, 0, 0.5, 0]
+    without = token_rewards(np.array([1.5, 0.5, 0.0]), np.zeros(3))
+    assert without.tolist() == [1.0, 0.5, 0.0]
+
+
+def test_gae_of_steps_by_hand():
+    """Values of 0: a token has the scores of its step and of later ones, discounted by tokens."""
+    sequences, values = np.zeros(5), np.zeros(5)
+    rewards = token_rewards(np.array([1.5, 1.5, 0.5, 0.5, 0.5]), sequences)
+    found = generalized_advantages(rewards, values, sequences, discount=0.5)
+    assert found.tolist() == [0.5 + 0.5 / 16, 1.0 + 0.5 / 8, 0.125, 0.25, 0.5]
+
+
 @pytest.mark.parametrize(("discount", "gae_lambda"), [(1, 1), (0.99, 0.95), (1, 0), (0.5, 0.25)])
 def test_packed_gae_matches_plain_loops(discount, gae_lambda):
     rng = np.random.default_rng(0)
@@ -268,13 +296,13 @@ def test_no_tokens_at_all():
     """A rank's micro-batch may be padding alone."""
     nothing = np.empty(0)
     assert len(generalized_advantages(nothing, nothing, np.empty(0, dtype=np.int64))) == 0
-    assert len(terminal_rewards(nothing, np.empty(0, dtype=np.int64))) == 0
+    assert len(token_rewards(nothing, np.empty(0, dtype=np.int64))) == 0
 
 
 def test_score_is_at_last_token():
     sequences = np.array([0, 0, 0, 4, 5, 5])
     scores = np.array([1.0, 1.0, 1.0, -1.0, 0.5, 0.5])
-    assert terminal_rewards(scores, sequences).tolist() == [0, 0, 1.0, -1.0, 0, 0.5]
+    assert token_rewards(scores, sequences).tolist() == [0, 0, 1.0, -1.0, 0, 0.5]
 
 
 def _plain_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.advantages import group_advantages, whitened
-from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
+from megadapo.algorithm.gae import generalized_advantages, token_rewards, value_losses
 from megadapo.algorithm.loss_weights import sequence_weights
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.preferences import pair_losses
@@ -196,7 +196,7 @@ def test_advantages_whitened_over_all_tokens(rule):
 def test_generalized_advantages_and_returns():
     scores, values = np.array(INPUTS["rewards"])[SEQUENCES], np.array(flat(INPUTS["values"]))
     raw = generalized_advantages(
-        terminal_rewards(scores, SEQUENCES), values, SEQUENCES, discount=0.99, gae_lambda=0.95
+        token_rewards(scores, SEQUENCES), values, SEQUENCES, discount=0.99, gae_lambda=0.95
     )
     expected = results("verl advantages")
     assert (raw + values).tolist() == near(flat(expected["gae-returns"]), 1e-9)
