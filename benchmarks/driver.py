@@ -135,7 +135,7 @@ def _measure(groups: list[Group]) -> dict[str, dict[str, float]]:
         "advantages",
         lambda: advantages(groups, algorithm, max_response_tokens=LONGEST, rewards=rewards),
     )
-    weights = timed("loss weights", lambda: loss_weights(groups, algorithm))
+    weights = timed("loss weights", lambda: loss_weights(groups, algorithm, advantages=values))
     size = algorithm.responses_per_mini_batch
     timed("pack", lambda: pack(groups, values, weights, mini_batch_size=size, rewards=rewards))
     texts = [response.text for group in groups for response in group.responses]

@@ -47,6 +47,7 @@ class TermSwitches(NamedTuple):
     kl_gradient: str = "none"
     has_importance_weights: bool = False
     has_entropy: bool = False
+    has_old_kl: bool = False
 
 
 class TermNumbers(NamedTuple):
@@ -58,6 +59,7 @@ class TermNumbers(NamedTuple):
     tau_pos: float
     tau_neg: float
     weight_max: float
+    old_kl_coef: float
     entropy_coef: float
     kl_coef: float
 
@@ -75,6 +77,7 @@ def describe_terms(
         kl_gradient=objective.kl_gradient if has_reference else "none",
         has_importance_weights=has_importance_weights,
         has_entropy=objective.entropy_coef != 0.0,
+        has_old_kl=objective.old_kl_coef != 0.0,
     )
     numbers = TermNumbers(
         ratio_low=1.0 - objective.clip_low,
@@ -83,6 +86,7 @@ def describe_terms(
         tau_pos=objective.tau_pos,
         tau_neg=objective.tau_neg,
         weight_max=float(objective.weight_max or 0.0),
+        old_kl_coef=objective.old_kl_coef,
         entropy_coef=objective.entropy_coef,
         kl_coef=objective.kl_loss_coef,
     )
@@ -98,7 +102,7 @@ class TokenTerms:
     d_logprobs: Tensor
     """dl_t / dlogprob_t."""
     d_policy: Tensor
-    """The part of it without the KL divergence."""
+    """The part of it without the KL divergences."""
     ratio: Tensor
     flags: Tensor
     """Bits of each token, uint8 [R]."""
@@ -116,7 +120,8 @@ def policy_terms(
     )
     log_ratio = inputs.logprobs_old if switches.is_sequence else logprobs - inputs.logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = clamped.exp()
     policy, d_policy, flags = _gate_terms(
         logprobs, ratio, inside, inputs.advantages, switches, numbers
     )
@@ -134,9 +139,15 @@ def policy_terms(
         kl, _ = _kl_terms(raw, to_sampler, inside, switches.kl_value)
         _, d_kl = _kl_terms(raw, to_sampler, inside, switches.kl_gradient)
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
+    d_logprobs = d_policy + numbers.kl_coef * d_kl
+    if switches.has_old_kl:
+        weight = torch.full_like(ratio, numbers.old_kl_coef)
+        weight = weight if importance_weights is None else weight * importance_weights
+        loss = loss + weight * (ratio - 1.0 - clamped)
+        d_logprobs = d_logprobs + torch.where(inside, weight * (ratio - 1.0), zero)
     return TokenTerms(
         loss=torch.where(kept, loss, zero),
-        d_logprobs=torch.where(kept, d_policy + numbers.kl_coef * d_kl, zero),
+        d_logprobs=torch.where(kept, d_logprobs, zero),
         d_policy=torch.where(kept, d_policy, zero),
         ratio=torch.where(kept, ratio, zero),
         flags=torch.where(kept, flags, DROPPED),
@@ -305,7 +316,8 @@ def token_terms(
     if SWITCHES.is_sequence:
         log_ratio = logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
-    ratio = tl.exp(clamp_log_ratio(log_ratio))
+    clamped = clamp_log_ratio(log_ratio)
+    ratio = tl.exp(clamped)
     policy, d_policy, flags = gate_terms(logprob, ratio, inside, advantage, numbers, SWITCHES)
     kept = is_finite(logprob_old)
     if SWITCHES.has_importance_weights:
@@ -327,8 +339,15 @@ def token_terms(
         kl, slope = kl_terms(raw, to_sampler, inside, VALUE)
         value, d_kl = kl_terms(raw, to_sampler, inside, GRADIENT)
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
+    d_logprob = d_policy + numbers.kl_coef * d_kl
+    if SWITCHES.has_old_kl:
+        weight = numbers.old_kl_coef
+        if SWITCHES.has_importance_weights:
+            weight = numbers.old_kl_coef * importance_weight
+        loss += weight * (ratio - 1.0 - clamped)
+        d_logprob += tl.where(inside, weight * (ratio - 1.0), 0.0)
     loss = tl.where(kept, loss, 0.0)
-    d_logprob = tl.where(kept, d_policy + numbers.kl_coef * d_kl, 0.0)
+    d_logprob = tl.where(kept, d_logprob, 0.0)
     d_policy = tl.where(kept, d_policy, 0.0)
     ratio = tl.where(kept, ratio, 0.0)
     flags = tl.where(kept, flags, _DROPPED)

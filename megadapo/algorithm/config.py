@@ -21,7 +21,14 @@ Aggregation = Literal[
     "seq-mean-token-sum-norm",
     "seq-sum-token-mean",
     "token-sum",
+    "vl",
+    "balanced",
 ]
+AGGREGATIONS_WITH_KEY = {
+    "loss_length": ("seq-mean-token-sum-norm", "vl"),
+    "length_exponent": ("vl",),
+}
+"""The values of `loss_aggregation` that read a key."""
 AdvantageRule = Literal[
     "grpo", "grpo-process", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"
 ]
@@ -113,8 +120,11 @@ class AlgorithmConfig(Section, title="algorithm"):
     loss_aggregation: Aggregation = "token-mean"
     """Reduction of token losses over a mini-batch (see algorithm/loss_weights.py)."""
     loss_length: PositiveInt | None = None
-    """Constant divisor, in tokens, of a response's sum with "seq-mean-token-sum-norm" (Dr.
-    GRPO)."""
+    """Constant divisor, in tokens, of a response's sum with "seq-mean-token-sum-norm" (Dr. GRPO),
+    or of the mini-batch with "vl"."""
+    length_exponent: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Exponent alpha of "vl": a response of n tokens weighs n^-alpha. 1: the smallest variance;
+    0: every token the same, as in Dr. GRPO."""
     overlong_buffer: NonNegativeInt = 4096
     """Number of tokens before rollout.max_response_tokens over which the soft overlong punishment
     grows; 0: no punishment."""
@@ -138,7 +148,7 @@ class AlgorithmConfig(Section, title="algorithm"):
     reference: ReferenceConfig = ReferenceConfig()
     """Reference policy of the KL divergence."""
     kl_control: KlControlConfig = KlControlConfig()
-    """Adaptive coefficient of the KL divergence in the reward."""
+    """Adaptive coefficients of the KL divergences in the reward and to the old policy."""
     pretraining: PretrainingConfig = PretrainingConfig()
     """Language-model loss on pretraining data in addition to the objective."""
     importance: ImportanceConfig = ImportanceConfig()
@@ -148,6 +158,12 @@ class AlgorithmConfig(Section, title="algorithm"):
     def compares_steps(self) -> bool:
         """Whether tokens get advantages from scores of steps."""
         return self.advantage == "grpo-process"
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether a response has one advantage, which is known before the trainer's forward
+        passes."""
+        return self.advantage not in ("gae", "grpo-process") and not self.objective.kl_reward_coef
 
     @property
     def reads_old_policy(self) -> bool:
@@ -164,20 +180,42 @@ class AlgorithmConfig(Section, title="algorithm"):
         elif self.kl_control.target is not None:
             yield (
                 "algorithm.kl_control.target: only the KL divergence in the reward has an adaptive "
-                'coefficient: set algorithm.objective.kl_in = "reward" and kl_coef, or leave it out'
+                'coefficient: set algorithm.objective.kl_in = "reward" and kl_coef, or leave it '
+                "out; for the old policy's in the loss there is algorithm.kl_control.old_target"
             )
-        has_length, needs_length = self.loss_length, "seq-mean-token-sum-norm"
-        if (has_length is not None) != (self.loss_aggregation == needs_length):
+        if self.kl_control.old_target is not None and self.objective.old_kl_coef == 0.0:
             yield (
-                f'algorithm.loss_length and algorithm.loss_aggregation = "{needs_length}" need '
-                "each other: set both or neither"
+                "algorithm.kl_control.old_target: read only with algorithm.objective.old_kl_coef, "
+                "the first coefficient; set that, or leave it out"
             )
+        yield from self._aggregation_conflicts()
         if self.objective.gate != "bapo" and self.bapo != BapoConfig():
             yield 'algorithm.bapo: read only with algorithm.objective.gate = "bapo"; leave it out'
         if self.objective.kl_coef == 0.0 and self.reference != ReferenceConfig():
             yield (
                 "algorithm.reference: no reference is kept with algorithm.objective.kl_coef = 0; "
                 "leave it out, or set that"
+            )
+
+    def _aggregation_conflicts(self) -> Iterator[str]:
+        with_length = AGGREGATIONS_WITH_KEY["loss_length"]
+        if (self.loss_length is not None) != (self.loss_aggregation in with_length):
+            names = " or ".join(f'"{name}"' for name in with_length)
+            yield (
+                f"algorithm.loss_length and algorithm.loss_aggregation = {names} need each other: "
+                "set both or neither"
+            )
+        if self.loss_aggregation != "vl" and self.changed("length_exponent"):
+            yield (
+                'algorithm.length_exponent: read only with algorithm.loss_aggregation = "vl"; '
+                "leave it out"
+            )
+        if self.loss_aggregation == "balanced" and not self.compares_responses:
+            yield (
+                'algorithm.loss_aggregation = "balanced" needs the sign of each response\'s '
+                'advantage, and with algorithm.advantage = "gae" or "grpo-process", or '
+                'algorithm.objective.kl_in = "reward", tokens have advantages of their own: set '
+                "another one"
             )
 
     def _advantage_conflicts(self) -> Iterator[str]:

@@ -21,6 +21,7 @@ def loss_weights(
     num_tokens: Sequence[int] | None = None,
     *,
     group_size: int | None = None,
+    advantages: np.ndarray | Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:
     """Return the weight of each sampled token of every response of a step: [S] float64.
 
@@ -30,12 +31,17 @@ def loss_weights(
     Args:
         num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
         group_size: planned responses per group; None: those of the largest group.
+        advantages: [S] of the responses, whose signs the aggregation "balanced" reads.
     """
     sizes = [len(group.lengths) for group in groups]
     lengths = np.array(num_sampled(groups) if num_tokens is None else num_tokens, dtype=np.int64)
     keep = kept_responses(groups, config)
     group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))
+    signs = np.zeros(len(lengths))
+    if config.loss_aggregation == "balanced":
+        assert advantages is not None, "the aggregation needs them"
+        signs = np.sign(np.asarray(advantages, dtype=np.float64))
     for indices in mini_batches(sizes, config.responses_per_mini_batch, planned=group_size):
         weights[indices] = sequence_weights(
             lengths[indices],
@@ -43,6 +49,8 @@ def loss_weights(
             config.loss_aggregation,
             keep=keep[indices],
             loss_length=config.loss_length,
+            length_exponent=config.length_exponent,
+            signs=signs[indices],
         )
     return weights
 
@@ -83,6 +91,8 @@ def sequence_weights(
     *,
     keep: np.ndarray | None = None,
     loss_length: int | None = None,
+    length_exponent: float = 1.0,
+    signs: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the loss weight of each token of each sequence; it is constant within a sequence.
 
@@ -90,13 +100,17 @@ def sequence_weights(
     token-mean 1/N (DAPO as implemented in verl), group-token-mean 1/(K * N_group) (the paper's
     equation 8), seq-mean-token-mean 1/(S * len_i) (GRPO), seq-mean-token-sum 1/S (RLOO),
     seq-mean-token-sum-norm 1/(S * loss_length) (Dr. GRPO), seq-sum-token-mean 1/len_i,
-    token-sum 1.
+    token-sum 1. With alpha = length_exponent, vl is len_i^-alpha / (loss_length * sum_j
+    len_j^-alpha) (arXiv 2509.07558). balanced is S_part / (K * S_group * N_part), where the part
+    is the sequences of the group with the same sign (arXiv 2605.04077).
 
     Args:
         lengths: [S] response tokens of each sequence.
         groups: [S] any integer label of the sequence's group.
         keep: [S] False leaves the sequence out of the loss and out of every count.
-        loss_length: tokens, for seq-mean-token-sum-norm.
+        loss_length: tokens, for seq-mean-token-sum-norm and vl.
+        length_exponent: for vl.
+        signs: [S] signs of the sequences' advantages, for balanced.
 
     Returns:
         [S] float64, 0 for sequences that are left out or empty.
@@ -107,14 +121,39 @@ def sequence_weights(
     weights = np.zeros(lengths.shape, dtype=np.float64)
     if not counted.any():
         return weights
-    weights[counted] = 1.0 / _denominators(
-        lengths[counted], groups[counted], aggregation, loss_length
-    )
+    kept_lengths, kept_groups = lengths[counted], groups[counted]
+    if aggregation == "balanced":
+        assert signs is not None, "loss_weights passes them"
+        denominators = _balanced_denominators(kept_lengths, kept_groups, signs[counted])
+    else:
+        denominators = _denominators(
+            kept_lengths, kept_groups, aggregation, loss_length, length_exponent
+        )
+    weights[counted] = 1.0 / denominators
     return weights
 
 
+def _balanced_denominators(
+    lengths: np.ndarray, groups: np.ndarray, signs: np.ndarray
+) -> np.ndarray:
+    """Return K S_group N_part / S_part of each sequence; sequences without advantage are a part."""
+    _, of_group, group_sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    # three parts a group, by sign
+    part = 3 * of_group + signs.astype(np.int64)
+    _, of_part, part_sizes = np.unique(part, return_inverse=True, return_counts=True)
+    tokens_of_part = np.bincount(of_part, weights=lengths)
+    denominators: np.ndarray = (
+        group_sizes.size * group_sizes[of_group] * tokens_of_part[of_part] / part_sizes[of_part]
+    )
+    return denominators
+
+
 def _denominators(
-    lengths: np.ndarray, groups: np.ndarray, aggregation: Aggregation, loss_length: int | None
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    aggregation: Aggregation,
+    loss_length: int | None,
+    length_exponent: float,
 ) -> np.ndarray:
     num_sequences = lengths.size
     match aggregation:
@@ -135,4 +174,9 @@ def _denominators(
             return lengths
         case "token-sum":
             return np.ones(num_sequences)
+        case "vl":
+            assert loss_length is not None, "AlgorithmConfig requires it"
+            scaled: np.ndarray = lengths**length_exponent
+            denominators: np.ndarray = loss_length * (1.0 / scaled).sum() * scaled
+            return denominators
     raise ValueError(f"unknown loss aggregation {aggregation!r}")

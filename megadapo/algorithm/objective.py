@@ -31,8 +31,8 @@ KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
 
 
 class PolicyObjective(Section, title="algorithm.objective"):
-    """Loss of a token, l_t = -gate(r_t, A_t) + kl_coef * KL_t - entropy_coef * H_t; defaults are
-    DAPO's."""
+    """Loss of a token, l_t = -gate(r_t, A_t) + kl_coef * KL_t + old_kl_coef * (r_t - 1 - log r_t)
+    - entropy_coef * H_t; defaults are DAPO's."""
 
     ratio: Ratio = "token"
     """Ratio r_t. token: the token's own; sequence: the geometric mean over its sequence (GSPO);
@@ -55,6 +55,9 @@ class PolicyObjective(Section, title="algorithm.objective"):
     it."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
+    old_kl_coef: NonNegativeFloat = 0.0
+    """Weight in the loss of the KL divergence of the step's old policy to the policy (PPO's
+    penalty); it may stand beside the one to the reference policy."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the reference policy; DAPO uses none."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -80,6 +83,11 @@ class PolicyObjective(Section, title="algorithm.objective"):
         yield from self._kl_conflicts()
 
     def _gate_conflicts(self) -> Iterator[str]:
+        if self.old_kl_coef != 0.0 and self.ratio != "token":
+            yield (
+                "algorithm.objective.old_kl_coef is the weight of a token's own divergence, but "
+                f'algorithm.objective.ratio = "{self.ratio}": set it to "token"'
+            )
         if self.ratio == "none" and self.gate != "none":
             yield (
                 f'algorithm.objective.gate = "{self.gate}" needs a ratio, and '

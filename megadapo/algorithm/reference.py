@@ -39,7 +39,8 @@ def policy_loss(
         cu_seqlens: [S + 1] integers, start of each response, and T.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
         entropy: [T] in nats, required if `objective.entropy_coef` is not 0.
-        importance_weights: [T] factor on each token's policy term.
+        importance_weights: [T] factor on each token's policy term, and on its KL divergence of the
+            old policy to the policy.
 
     Raises:
         ValueError: cu_seqlens do not rise from 0 to T, or a term's input is missing.
@@ -85,8 +86,12 @@ def token_losses(
     log_ratio = logprobs - logprobs_old
     if objective.ratio == "sequence":
         log_ratio = logprobs_old + (logprobs - logprobs.detach())
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
     loss = _policy_term(logprobs, ratio, advantages, objective)
+    if objective.old_kl_coef != 0.0:
+        # its mean over samples of the old policy is KL(old policy || policy)
+        loss = loss + objective.old_kl_coef * (ratio - 1.0 - log_ratio)
     if importance_weights is not None:
         loss = loss * importance_weights
     if objective.kl_loss_coef != 0.0:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, warnings = load_checked(arguments)
     if arguments.dry_run:
         from megadapo.cluster.this_node import has_gpu
-        from megadapo.config.preflight import first_prompt
+        from megadapo.config.preflight import first_prompt, kl_divergences
 
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.append(check_schedule(config, arguments.schedule))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
             warnings += check_memory(config, arguments.gpu)
-        warnings += first_prompt(config)
+        warnings += [*kl_divergences(config.algorithm, config.model.path), *first_prompt(config)]
 
     def start() -> None:
         from megadapo.train import train

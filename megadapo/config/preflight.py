@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.machine import cuda_problems, inspect_machine
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
@@ -426,6 +427,27 @@ def is_hub_dataset(source: str) -> bool:
         return False
     name = "/".join(source.split("@")[0].split("/")[:2])
     return is_hub_name(name) and not name.endswith(TEXT_SUFFIXES)
+
+
+def kl_divergences(algorithm: AlgorithmConfig, model: str) -> Iterator[str]:
+    """Yield a line on each KL divergence: its place, its policy and its coefficient."""
+    objective, reference, control = algorithm.objective, algorithm.reference, algorithm.kl_control
+    policy = f"the run's first weights, {model}" if reference.path is None else reference.path
+    if reference.refresh_every is not None:
+        policy = f"the policy after every {reference.refresh_every} steps, at first {model}"
+    if objective.kl_coef != 0.0:
+        moves = "" if control.target is None else f", {control.rule} towards {control.target:g}"
+        yield (
+            f"KL divergence in the {objective.kl_in}, to {policy}; coefficient "
+            f"{objective.kl_coef:g}{moves}"
+        )
+    if objective.old_kl_coef != 0.0:
+        target = control.old_target
+        moves = "" if target is None else f", doubling towards {target:g}"
+        yield (
+            "KL divergence in the loss, of the policy before a step's updates to the one in them; "
+            f"coefficient {objective.old_kl_coef:g}{moves}"
+        )
 
 
 def first_prompt(config: RunConfig) -> Iterator[str]:

@@ -39,6 +39,9 @@ HINTS = {
     "algorithm.reference.decay": "algorithm.reference.refresh_every renews the reference policy",
     "algorithm.reference.server": "a teacher is a folder or a model of the Hub: "
     "algorithm.reference.path",
+    "critic.coef": "the critic has a model and an AdamW of its own, to which a factor of its loss "
+    "makes no difference: set critic.optimizer.lr, which has the effect that c_v has where policy "
+    "and critic share layers; delete the key",
     "checkpoint.every_minutes": "checkpoint.every counts steps, and SIGUSR1 saves the present one",
     "checkpoint.keep_every": "raise checkpoint.keep, or let a command of run.on_event copy some",
     "evaluation.max_problems": "name a file with fewer problems in data.held_out",

@@ -368,11 +368,19 @@ def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[st
 def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     control = algorithm.kl_control
     num_responses = sampling.prompts_per_step * sampling.responses_per_prompt
-    if control.target is not None and MAX_ERROR * num_responses >= control.horizon:
+    is_scaled = control.target is not None and control.rule == "proportional"
+    if is_scaled and MAX_ERROR * num_responses >= control.horizon:
         yield (
             f"algorithm.kl_control.horizon = {control.horizon}: {num_responses} responses a step "
             f"(sampling) times {MAX_ERROR:g}, the largest error that counts, must be below it, or "
             "one step could take the coefficient to 0"
+        )
+    num_updates = algorithm.passes * num_responses // algorithm.responses_per_mini_batch
+    if algorithm.objective.old_kl_coef != 0.0 and num_updates <= 1:
+        yield (
+            "algorithm.objective.old_kl_coef has no effect on the first update of a step, whose "
+            "ratios are 1, and there is no other one: raise algorithm.passes, lower "
+            "algorithm.responses_per_mini_batch, or leave it out"
         )
 
 

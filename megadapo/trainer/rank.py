@@ -191,13 +191,17 @@ class TrainerRank(TrainedModel):
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         split, num_left_out = list(split), 0
+        head = self.head
+        if request.old_kl_coef is not None:
+            moved = {"old_kl_coef": request.old_kl_coef}
+            head = replace(head, objective=algorithm.objective.model_copy(update=moved))
         measured: list[Sums] = []
         grad_norms: list[float] = []
         bounds: list[BapoBounds] = []
         for number, texts in zip(order, pretraining, strict=True):
             self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
-            head = self._head_of_update(split[number], bounds)
-            sums, computed = compute_gradients(self.chunks, head, split[number], texts)
+            own_head = self._head_of_update(head, split[number], bounds)
+            sums, computed = compute_gradients(self.chunks, own_head, split[number], texts)
             split[number] = split[number].with_policy(computed)
             measured.append(sums)
             divergence = sums.value("policy/approx_kl") or 0.0
@@ -223,17 +227,20 @@ class TrainerRank(TrainedModel):
             version_gaps=batch.version_gaps(request.policy_version)[batch.is_trained],
             bounds=bounds,
             kl_coef=algorithm.objective.kl_loss_coef + kl_coef,
+            old_kl_coef=head.objective.old_kl_coef,
         )
 
-    def _head_of_update(self, mini_batch: MiniBatch, bounds: list[BapoBounds]) -> PolicyHead:
+    def _head_of_update(
+        self, head: PolicyHead, mini_batch: MiniBatch, bounds: list[BapoBounds]
+    ) -> PolicyHead:
         """Return the head; with gate "bapo" it has the update's bounds, which join `bounds`."""
         algorithm = self.settings.algorithm
         if algorithm.objective.gate != "bapo":
-            return self.head
+            return head
         is_first = not bounds
-        found = find_bounds(self.chunks, self.head, mini_batch, algorithm.bapo, is_first=is_first)
+        found = find_bounds(self.chunks, head, mini_batch, algorithm.bapo, is_first=is_first)
         bounds.append(found)
-        return replace(self.head, objective=bounds[-1].put_into(algorithm.objective))
+        return replace(head, objective=found.put_into(head.objective))
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.

@@ -77,6 +77,8 @@ class UpdateRequest:
     """Version of the trainer's weights. Tokens that it sampled are fresh, others stale."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
+    old_kl_coef: float | None = None
+    """Coefficient of the old policy's KL divergence in the loss; None takes the objective's."""
     checks_first_ratio: bool = True
     """Whether GPUs measure the first ratio, which costs a forward pass if there is one mini-batch.
     CPUs, and updates of several mini-batches, always do."""

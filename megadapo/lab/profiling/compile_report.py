@@ -74,6 +74,7 @@ _EVERY_OPTION = TermSwitches(
     kl_gradient="corrected-k3",
     has_importance_weights=True,
     has_entropy=True,
+    has_old_kl=True,
 )
 
 

@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias, get_args
 
-from megadapo.algorithm.config import ADVANTAGES_WITH_KEY, Aggregation, AlgorithmConfig
+from megadapo.algorithm.config import (
+    ADVANTAGES_WITH_KEY,
+    AGGREGATIONS_WITH_KEY,
+    Aggregation,
+    AlgorithmConfig,
+)
 from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.config.problems import known_keys
@@ -48,10 +53,17 @@ def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
 
 
 def all_aggregations(config: RunConfig) -> list[str]:
-    """Return a text for each `algorithm.loss_aggregation` but the run's own."""
-    own, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
-    names = (name for name in get_args(Aggregation) if name != own)
-    length = {"seq-mean-token-sum-norm": f",{SECTION}.loss_length={longest}"}
+    """Return a text for each `algorithm.loss_aggregation` but the run's own.
+
+    "balanced" is left out where it cannot be set.
+    """
+    algorithm, longest = config.algorithm, config.rollout.max_response_tokens
+    left_out = {algorithm.loss_aggregation}
+    if not algorithm.compares_responses:
+        left_out.add("balanced")
+    names = (name for name in get_args(Aggregation) if name not in left_out)
+    text = f",{SECTION}.loss_length={algorithm.loss_length or longest}"
+    length = dict.fromkeys(AGGREGATIONS_WITH_KEY["loss_length"], text)
     return [f"{SECTION}.loss_aggregation={name}{length.get(name, '')}" for name in names]
 
 
@@ -75,12 +87,14 @@ def _with_keys(config: RunConfig, text: str) -> RunConfig:
         path, value, _ = parse_override(part)
         keys.add(path)
         table = with_key(table, path, value)
-    # another advantage or gate does not read the keys of the run's own
+    # another advantage, aggregation or gate does not read the keys of the run's own
     if table[SECTION]["advantage"] != "gae":
         table["critic"] = {}
-    for name, rules in ADVANTAGES_WITH_KEY.items():
-        if table[SECTION]["advantage"] not in rules and (SECTION, name) not in keys:
-            table = with_key(table, (SECTION, name), AlgorithmConfig.model_fields[name].default)
+    choices = {"advantage": ADVANTAGES_WITH_KEY, "loss_aggregation": AGGREGATIONS_WITH_KEY}
+    for choice, readers in choices.items():
+        for name, values in readers.items():
+            if table[SECTION][choice] not in values and (SECTION, name) not in keys:
+                table = with_key(table, (SECTION, name), AlgorithmConfig.model_fields[name].default)
     if (*OBJECTIVE, "gate") in keys:
         read = KEYS_OF_GATE.get(table[SECTION]["objective"]["gate"], ())
         for name in chain.from_iterable(KEYS_OF_GATE.values()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
@@ -202,6 +203,7 @@ def compare(
                     policy_version=step - 1,
                     step=step,
                     kl_reward_coef=own.kl_reward_coef,
+                    old_kl_coef=own.algorithm.objective.old_kl_coef,
                 )
             )
             source = "its updates, repeated here"
@@ -243,13 +245,23 @@ def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Var
             batch = replace(own, **{name: getattr(batch, name) for name in changed})
         found.append(
             Variant(
-                algorithm=config.algorithm,
+                algorithm=_with_old_coef(saved, config, own=own_config),
                 batch=batch,
                 num_mini_batches=num_mini_batches,
                 kl_reward_coef=_kl_reward_coef(saved, config, own=own_config),
             )
         )
     return found
+
+
+def _with_old_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> AlgorithmConfig:
+    """Return the algorithm with the old policy's coefficient that the step recorded, as below."""
+    objective, of_run = config.algorithm.objective, own.algorithm.objective
+    recorded = saved.metrics.get("kl/old_coef")
+    if recorded is None or objective.old_kl_coef != of_run.old_kl_coef:
+        return config.algorithm
+    objective = objective.model_copy(update={"old_kl_coef": float(recorded)})
+    return config.algorithm.model_copy(update={"objective": objective})
 
 
 def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> float:

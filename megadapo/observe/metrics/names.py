@@ -190,6 +190,8 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
     Panel("Policy", "KL of old to new policy", "nats a token", in_plot=True): {
         Metric("policy/approx_kl", "divergence", per="tokens"): "Mean of r - 1 - log r, the "
         "divergence of the policy in the step's updates from the old one, in nats per token.",
+        Metric("kl/from_old", "last update"): "The same of the step's last update alone, before it "
+        "is applied, which kl_control.old_target steers; null without old_kl_coef.",
     },
     Panel("Policy", "Left out by max_kl", "updates a step", in_plot=True): {
         Metric("policy/left_out_updates", "updates"): "Updates left out because policy/approx_kl "
@@ -206,6 +208,8 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
     Panel("KL to the reference policy", "Coefficient of the KL", "", in_plot=True): {
         Metric("kl/coef", "coefficient"): "Coefficient of the KL divergence in this step, which "
         "kl_control moves.",
+        Metric("kl/old_coef", "of the old policy"): "Coefficient of the old policy's KL divergence "
+        "in the loss in this step; null without old_kl_coef.",
     },
     Panel("BAPO", "BAPO's bounds", "ratio", in_plot=True): {
         Metric("bapo/clip_high", "upper"): "Upper ratio bound, mean over updates.",

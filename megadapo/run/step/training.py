@@ -25,6 +25,7 @@ from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
 
 KL_CONTROL_STATE = "kl_control"
+OLD_KL_CONTROL_STATE = "old_kl_control"
 PRETRAINING_STATE = "pretraining_data"
 
 
@@ -70,7 +71,7 @@ def pack_groups(
     packed = pack(
         groups,
         values,
-        loss_weights(groups, algorithm, num_tokens, group_size=group_size),
+        loss_weights(groups, algorithm, num_tokens, group_size=group_size, advantages=values),
         mini_batch_size=algorithm.responses_per_mini_batch,
         group_size=group_size,
         rewards=rewards,
@@ -123,7 +124,7 @@ class TrainerState:
 
 
 class StepTrainer(TrainerState):
-    """The trainer with the rest of training's state: KL coefficient and pretraining data."""
+    """The trainer with the rest of training's state: KL coefficients and pretraining data."""
 
     def __init__(
         self,
@@ -136,7 +137,9 @@ class StepTrainer(TrainerState):
         """`probe`: compares the engines' weights with the trainer's; None without engines."""
         super().__init__(trainer, gpus)
         self._probe = probe
-        self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
+        control, objective = algorithm.kl_control, algorithm.objective
+        self._kl_controller = KlController(control, objective.kl_reward_coef)
+        self._old_kl_controller = KlController(control.of_old_policy, objective.old_kl_coef)
         self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
 
@@ -152,6 +155,7 @@ class StepTrainer(TrainerState):
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
+            old_kl_coef=self._old_kl_controller.coef,
             checks_first_ratio=checks_first_ratio,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
@@ -161,6 +165,7 @@ class StepTrainer(TrainerState):
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
+            self._old_kl_controller.observe(result.metrics["kl/from_old"], batch.num_sequences)
         return result
 
     def finish_probe(self, result: UpdateResult) -> UpdateResult:
@@ -177,13 +182,17 @@ class StepTrainer(TrainerState):
         super().load(checkpoint)
         state = checkpoint.state
         self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
+        self._old_kl_controller.load_state_dict(state.get(OLD_KL_CONTROL_STATE, {}))
         # a run that adds pretraining data starts with its first document
         if self._pretraining_data is not None and PRETRAINING_STATE in state:
             self._pretraining_data.load_state_dict(state[PRETRAINING_STATE])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the run's state that the ranks do not save."""
-        state: dict[str, Any] = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
+        state: dict[str, Any] = {
+            KL_CONTROL_STATE: self._kl_controller.state_dict(),
+            OLD_KL_CONTROL_STATE: self._old_kl_controller.state_dict(),
+        }
         if self._pretraining_data is not None:
             state[PRETRAINING_STATE] = self._pretraining_data.state_dict()
         return state

@@ -202,6 +202,7 @@ def summarize(
     version_gaps: np.ndarray,
     bounds: Sequence[BapoBounds],
     kl_coef: float,
+    old_kl_coef: float,
 ) -> Metrics:
     """Return the policy's metrics of a step from its updates' reduced sums, in order.
 
@@ -210,7 +211,8 @@ def summarize(
         num_left_out: updates left out for `algorithm.max_kl`; the first of them is measured.
         grad_norms: of the applied updates.
         version_gaps: publications between sampling and training, of each token of the step.
-        kl_coef: coefficient of the KL divergence, in the loss or the reward.
+        kl_coef: coefficient of the KL divergence to the reference, in the loss or the reward.
+        old_kl_coef: coefficient of the old policy's KL divergence, in the loss.
     """
     step = Sums.merged(mini_batches)
     num_applied = len(mini_batches) - bool(num_left_out)
@@ -230,6 +232,10 @@ def summarize(
         "policy/skipped_updates": num_applied - len(grad_norms),
         "pretraining/tokens": int(step["pretraining/tokens"]) or None,
         "kl/coef": kl_coef if step["reference_tokens"] else None,
+        "kl/old_coef": old_kl_coef or None,
+        "kl/from_old": _measured(mini_batches[-1], "policy/approx_kl")
+        if old_kl_coef and mini_batches
+        else None,
         "staleness/token_share": float((version_gaps != 0).mean()) if known else None,
         "staleness/mean": float(version_gaps.mean()) if known else None,
         "staleness/max": int(version_gaps.max()) if known else None,

@@ -27,6 +27,7 @@ CASES = {
     "sapo": PolicyObjective(gate="soft"),
     "cispo": PolicyObjective(gate="weight", weight_max=1.05),
     "no-gate": PolicyObjective(gate="none"),
+    "penalty": PolicyObjective(gate="none", old_kl_coef=0.7),
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
 }

@@ -33,6 +33,7 @@ from megadapo.errors import ConfigError
             for kind in ("k2", "k3", "corrected-k3")
         ),
         ({"ratio": "sequence", "kl_coef": 1.0, "kl_value": "corrected-k3"}, "its own ratio"),
+        ({"ratio": "sequence", "old_kl_coef": 1.0}, "a token's own divergence"),
     ],
 )
 def test_contradictory_objectives_are_rejected(objective, problem):
@@ -51,6 +52,12 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ({"advantage": "maxrl"}, "set algorithm.overlong_buffer = 0"),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, "set both or neither"),
         ({"loss_length": 100}, "set both or neither"),
+        ({"loss_aggregation": "vl"}, '"seq-mean-token-sum-norm" or "vl" need each other'),
+        ({"length_exponent": 0.5}, "algorithm.length_exponent: read only with"),
+        *(
+            ({"loss_aggregation": "balanced"} | other, "the sign of each response's advantage")
+            for other in ({"advantage": "gae"}, RLOO_WITH_KL)
+        ),
         ({"overlong_buffer": 0, "overlong_factor": 0.5}, "algorithm.overlong_factor: nothing is"),
         (
             {"objective": {"kl_coef": 0.1, "kl_gradient": "k1"}},
@@ -75,6 +82,12 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ),
         ({"kl_control": {"target": 0.1}}, "algorithm.kl_control.target: only the KL divergence in"),
         ({"kl_control": {"horizon": 5}}, "algorithm.kl_control.horizon: read only with"),
+        ({"kl_control": {"rule": "doubling"}}, "algorithm.kl_control.rule: read only with"),
+        (
+            {"kl_control": {"target": 0.1, "rule": "doubling", "horizon": 5}},
+            'not read with algorithm.kl_control.rule = "doubling"',
+        ),
+        ({"kl_control": {"old_target": 0.1}}, "read only with algorithm.objective.old_kl_coef"),
         ({"reference": {"refresh_every": 3}}, "no reference is kept with"),
         ({"objective": IN_REWARD}, "set normalize_by_std = false"),
         ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
@@ -109,6 +122,11 @@ def test_conflicting_sections_are_rejected(algorithm, problem):
         RLOO_WITH_KL,
         {"objective": IN_REWARD, "normalize_by_std": False},
         {"objective": IN_REWARD, "advantage": "gae"},
+        {
+            "objective": IN_REWARD | {"old_kl_coef": 1.0},
+            "advantage": "gae",
+            "kl_control": {"target": 0.1, "rule": "doubling", "old_target": 0.01},
+        },
         {"objective": {"ratio": "none", "gate": "none", "entropy_coef": 0.01}},
         {"objective": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}},
         {"objective": {"ratio": "sequence", "gate": "soft", "tau_neg": 1.0}},

@@ -82,6 +82,25 @@ def test_coefficient_grows_by_the_horizon():
         assert controller.coef == pytest.approx(math.exp(0.2), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kl", "coef"),
+    # 1.5 x 0.01 and 0.01 / 1.5 are not yet outside; k1 may be negative
+    [(0.02, 0.6), (0.015, 0.3), (0.01, 0.3), (0.00667, 0.3), (0.0066, 0.15), (-0.1, 0.15)],
+)
+def test_coefficient_doubles_and_halves(kl, coef):
+    """PPO's rule (arXiv 1707.06347, section 4), in the loss and in the reward."""
+    for config in (
+        KlControlConfig(old_target=0.01).of_old_policy,
+        KlControlConfig(target=0.01, rule="doubling"),
+    ):
+        controller = KlController(config, 0.3)
+        controller.observe(kl, 512)
+        assert controller.coef == coef
+    fixed = KlController(KlControlConfig(target=0.01).of_old_policy, 0.3)
+    fixed.observe(kl, 512)
+    assert fixed.coef == 0.3
+
+
 @pytest.mark.parametrize("kl", [None, math.nan, math.inf, -math.inf])
 def test_step_without_finite_kl_is_ignored(kl):
     """One NaN would stay in the coefficient for the rest of the run."""

@@ -21,15 +21,31 @@ from tests.support.trainer.batches import scored_group
 LENGTHS = np.array([3, 1, 7, 2, 5])
 LOSS_LENGTH = 11
 GROUPS = np.array([8, 8, 3, 3, 3])
+SIGNS = np.array([1, -1, -1, 0, -1])
+EXPONENT = 0.75
 LOSSES = [np.random.default_rng(i).normal(size=n) for i, n in enumerate(LENGTHS)]
+SIGN_OF = {id(losses): sign for losses, sign in zip(LOSSES, SIGNS, strict=True)}
+NUMBERS = {"loss_length": LOSS_LENGTH, "length_exponent": EXPONENT, "signs": SIGNS}
+
+
+def balanced(losses: list[np.ndarray]) -> float:
+    """A group's mean over its signs of the mean token, by their responses (arXiv 2605.04077)."""
+    shares = [
+        len(part) / len(losses) * np.concatenate(part).mean()
+        for sign in (1, -1, 0)
+        if (part := [x for x in losses if SIGN_OF[id(x)] == sign])
+    ]
+    return sum(shares)
 
 
 def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np.ndarray) -> float:
-    by_group = [
-        np.concatenate([x for x, g in zip(losses, groups, strict=True) if g == group])
+    in_groups = [
+        [x for x, g in zip(losses, groups, strict=True) if g == group]
         for group in sorted(set(groups))
     ]
+    by_group = [np.concatenate(own) for own in in_groups]
     means, sums = [x.mean() for x in losses], [x.sum() for x in losses]
+    powers = [float(len(x)) ** -EXPONENT for x in losses]
     return {
         "token-mean": np.concatenate(losses).mean(),
         "group-token-mean": np.mean([x.mean() for x in by_group]),
@@ -38,6 +54,8 @@ def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np
         "seq-mean-token-sum-norm": np.mean(sums) / LOSS_LENGTH,
         "seq-sum-token-mean": np.sum(means),
         "token-sum": np.sum(sums),
+        "vl": np.dot(powers, sums) / (LOSS_LENGTH * np.sum(powers)),
+        "balanced": np.mean([balanced(own) for own in in_groups]),
     }[aggregation]
 
 
@@ -45,7 +63,7 @@ def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np
 @pytest.mark.parametrize("keep", [None, [True, False, True, True, False]])
 def test_weighted_sum_is_the_aggregation(aggregation, keep):
     keep = None if keep is None else np.array(keep)
-    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, loss_length=LOSS_LENGTH)
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, **NUMBERS)
     total = sum(w * x.sum() for w, x in zip(weights, LOSSES, strict=True))
     chosen = np.flatnonzero(np.ones(5, bool) if keep is None else keep)
     expected = by_definition(aggregation, [LOSSES[i] for i in chosen], GROUPS[chosen])
@@ -55,9 +73,10 @@ def test_weighted_sum_is_the_aggregation(aggregation, keep):
 @pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
 def test_no_kept_response_gives_zero_weights(aggregation):
     keep = np.zeros(5, bool)
-    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, loss_length=LOSS_LENGTH)
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, **NUMBERS)
     assert (weights == 0).all()
-    empty = sequence_weights(np.array([], int), np.array([], int), aggregation)
+    nothing = np.array([], int)
+    empty = sequence_weights(nothing, nothing, aggregation, **NUMBERS | {"signs": nothing})
     assert empty.shape == (0,)
 
 
@@ -108,6 +127,52 @@ def test_loss_length_reaches_weights():
     """Dr. GRPO's divisor is the configured length, not the longest response."""
     config = AlgorithmConfig(loss_aggregation="seq-mean-token-sum-norm", loss_length=50)
     assert loss_weights([scored_group([2, 4])], config).tolist() == [0.01, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("exponent", "weights"),
+    [
+        # 1 / (10 (1/2 + 1/8) 2) and a quarter of it; in the middle sqrt(1/4) as much; Dr. GRPO
+        (1.0, [0.08, 0.02]),
+        (0.5, [1 / 15, 1 / 30]),
+        (0.0, [0.05, 0.05]),
+    ],
+)
+def test_vl_by_hand(exponent, weights):
+    found = sequence_weights(
+        np.array([2, 8]), np.zeros(2), "vl", loss_length=10, length_exponent=exponent
+    )
+    np.testing.assert_allclose(found, weights, rtol=1e-15)
+
+
+def test_vl_has_the_smallest_variance_of_all_unbiased_weights():
+    """A sum of n tokens' gradients with weights w has the variance w^2 n, up to a constant."""
+    own = sequence_weights(LENGTHS, GROUPS, "vl", loss_length=LOSS_LENGTH)
+    assert own.sum() == pytest.approx(1 / LOSS_LENGTH, rel=1e-15)
+    smallest = (own**2 * LENGTHS).sum()
+    moves = np.random.default_rng(0).normal(size=(100, 5)) * 1e-3
+    for move in moves - moves.mean(axis=1, keepdims=True):
+        assert ((own + move) ** 2 * LENGTHS).sum() > smallest
+
+
+def test_balanced_by_hand():
+    """One right answer of 2 tokens, two wrong ones of 3 and 7: 1/3 and 2/3 of the group's loss.
+
+    By tokens the wrong ones would have 10/12 of it.
+    """
+    groups = [scored_group([2, 3, 7]), scored_group([5, 5])]
+    config = AlgorithmConfig(loss_aggregation="balanced", responses_per_mini_batch=6)
+    found = loss_weights(groups, config, advantages=np.array([2.0, -1.0, -1.0, 0.7, -0.7]))
+    expected = [1 / 12, 1 / 30, 1 / 30, 1 / 20, 1 / 20]
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+
+
+def test_balanced_of_equal_lengths_is_the_mean_of_the_group():
+    lengths, groups = np.full(6, 4), np.array([0, 0, 0, 0, 1, 1])
+    found = sequence_weights(lengths, groups, "balanced", signs=np.array([1, -1, -1, 0, 1, 1]))
+    np.testing.assert_allclose(
+        found, sequence_weights(lengths, groups, "group-token-mean"), rtol=1e-15
+    )
 
 
 def test_unknown_aggregation_is_rejected():

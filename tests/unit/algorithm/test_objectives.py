@@ -55,7 +55,7 @@ def token_values(objective: PolicyObjective, **inputs: Tensor) -> tuple[Tensor, 
     return losses.detach(), logprobs.grad
 
 
-def near(expected: list[float]) -> object:
+def near(expected: float | list[float]) -> object:
     return pytest.approx(expected, abs=3e-9)
 
 
@@ -76,6 +76,31 @@ def test_kl_value_and_gradient_estimators_are_independent(value, gradient):
     plain, plain_slopes = token_values(PolicyObjective())
     assert ((losses - plain) / 0.5).tolist() == near(KL[value][0])
     assert ((slopes - plain_slopes) / 0.5).tolist() == near(KL[gradient][1])
+
+
+def test_kl_of_the_old_policy_by_hand():
+    """r - 1 - log r and its derivative r - 1, beside the one to a reference; weighted if stale."""
+    weights = torch.tensor([1.0, 1.0, 0.5, 1.0, 2.0], dtype=F64)
+    objective = PolicyObjective(kl_coef=0.5)
+    both = objective.model_copy(update={"old_kl_coef": 0.25})
+    inputs = {"logprobs_ref": REF, "importance_weights": weights}
+    losses, slopes = token_values(both, **inputs)
+    plain, plain_slopes = token_values(objective, **inputs)
+    # log-ratios 0.1, 0.4, -0.3, -0.4 and 1.2
+    expected = [0.005170918, 0.091824698, 0.040818221 / 2, 0.070320046, 1.120116923 * 2]
+    assert ((losses - plain) / 0.25).tolist() == near(expected)
+    expected = [0.105170918, 0.491824698, -0.259181779 / 2, -0.329679954, 2.320116923 * 2]
+    assert ((slopes - plain_slopes) / 0.25).tolist() == near(expected)
+
+
+def test_mean_of_old_terms_is_the_divergence():
+    """KL(old || policy) of two distributions over three tokens, as an exact mean under the old."""
+    old, new = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]], dtype=F64)
+    objective = PolicyObjective(gate="none", old_kl_coef=1.0)
+    zero = torch.zeros(3, dtype=F64)
+    terms = token_losses(new.log(), old.log(), zero, objective=objective)
+    expected = (old * (old / new).log()).sum()
+    assert (old * terms).sum().item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_kl_in_reward_is_not_in_loss():
@@ -103,6 +128,22 @@ def sequence_loss(
     loss = policy_loss(logprobs, *wide, torch.tensor(edges), objective=objective)
     loss.backward()
     return loss.item(), logprobs.grad.tolist()
+
+
+def test_luspo():
+    """Equation of arXiv 2602.05261: a sequence's clipped term times its length, over sequences."""
+    advantages, edges, weights = [1.0] * 3 + [-1.0] * 4, [0, 3, 7], [1 / 2] * 7
+    objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+    found, gradient = sequence_loss(advantages, weights, edges, objective)
+    logprobs = E_LOG_RATIOS.clone().requires_grad_()
+    first, second = logprobs[:3].mean().exp(), logprobs[3:].mean().exp()
+    low, high = 1 - 3e-4, 1 + 4e-4
+    one = torch.minimum(first, first.clamp(low, high))
+    two = torch.minimum(-second, -second.clamp(low, high))
+    loss = -(3 * one + 4 * two) / 2
+    loss.backward()
+    assert found == near(loss.item()) and gradient == near(logprobs.grad.tolist())
+    assert any(gradient)
 
 
 def test_gspo():

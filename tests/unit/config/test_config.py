@@ -34,7 +34,7 @@ trainer.optimizer.cpu_offload_fraction=0.5; cluster.device=cpu
     -> trainer.optimizer.cpu_offload_fraction = 0.5; cluster.device
 trainer.optimizer.cpu_offload_fraction=1.0; cluster.device=cuda; model.dtype=float32
     -> trainer.optimizer.cpu_offload_fraction = 1; model.dtype
-algorithm.advantage=maxrl; algorithm.overlong_buffer=0; reward.functions=["length"]
+algorithm.advantage=maxrl; algorithm.overlong_buffer=0; reward.functions=["format"]
     -> algorithm.advantage; reward.functions
 trainer.router_replay=true; rollout.vllm.enable_prefix_caching=false
     -> trainer.router_replay; rollout.vllm.enable_prefix_caching
@@ -60,6 +60,8 @@ algorithm.reference.path=a -> algorithm.reference; kl_coef = 0
 algorithm.advantage=rloo; algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'};
     algorithm.kl_control={target = 0.1, horizon = 8}
     -> algorithm.kl_control.horizon = 8; 0.2; sampling
+algorithm.objective={old_kl_coef = 1.0, gate = 'none'}; algorithm.responses_per_mini_batch=8192
+    -> algorithm.objective.old_kl_coef; first update; algorithm.passes
 algorithm.importance.stale_logprobs=rollout; algorithm.importance.high=3.0
     -> algorithm.importance.high; algorithm.importance.stale_logprobs
 algorithm.importance.stale_logprobs='none'; sampling.max_staleness=1; sampling.mode=one_step_off;

@@ -154,7 +154,8 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
         assert config.run.folder == Path("runs") / name
         same = {"model", "data", "rollout", "evaluation", "trainer"}
         # scores of steps are another reward, and a teacher alone gives none
-        same |= set() if name in ("grpo-process", "distillation") else {"reward"}
+        has_own = name in ("grpo-process", "ppo-ptx-penalty", "distillation")
+        same |= set() if has_own else {"reward"}
         for section in same:
             assert getattr(config, section) == getattr(base, section), (name, section)
     assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(configs)
@@ -162,9 +163,11 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
 
 
 def test_only_the_recipes_whose_papers_say_so_sample_dynamically_and_punish_length() -> None:
-    """DAPO and CISPO (MiniMax-M1, section 3.1) do; ARPO's appendix C.2 has neither."""
+    """DAPO and CISPO (MiniMax-M1, section 3.1) do, VL samples so; ARPO's appendix C.2 has
+    neither."""
     configs = {path.stem: load_config(path) for path in ALGORITHMS}
     for name, config in configs.items():
         is_dapos = name in ("dapo", "cispo")
-        assert config.sampling.selection == ("signal" if is_dapos else "all"), name
+        selects = is_dapos or name == "vl"
+        assert config.sampling.selection == ("signal" if selects else "all"), name
         assert (config.algorithm.overlong_buffer > 0) == is_dapos, name

@@ -202,6 +202,14 @@ def test_kl_and_entropy_terms(value, gradient):
     check(values, objective)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_kl_of_the_old_policy(kl_coef):
+    """Alone and beside the reference's; a ratio at the clamp has no gradient."""
+    values = make_inputs(LOG_RATIOS, (-0.5, 0.125))
+    values["advantages"] = torch.zeros_like(values["advantages"])
+    check(values, PolicyObjective(gate="none", old_kl_coef=0.3, kl_coef=kl_coef))
+
+
 def test_corrected_k3_gradient_without_cancellation():
     """r k3 + r (1 - e^gap) is r times the distance: summed up in fp32, e^20 would eat it."""
     objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")

@@ -26,18 +26,21 @@ from tests.support.trainer.batches import random_batch
 def test_critic_warmup_keeps_kl_coefficient():
     """Observing a divergence of 0 while the policy does not change would lower it."""
     results = [
-        replace(UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "kl/mean": 0.0})
+        replace(
+            UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "kl/mean": 0.0, "kl/from_old": 1.0}
+        )
         for lr in (0.0, 0.0, 1e-6, 1e-6)
     ]
-    coefs = []
+    coefs, old_coefs = [], []
 
     def update(request: UpdateRequest) -> UpdateResult:
         coefs.append(request.kl_reward_coef)
+        old_coefs.append(request.old_kl_coef)
         return results.pop(0)
 
     algorithm = AlgorithmConfig(
-        objective=PolicyObjective(kl_coef=0.02, kl_in="reward", kl_value="k1"),
-        kl_control=KlControlConfig(target=0.1, horizon=100),
+        objective=PolicyObjective(kl_coef=0.02, kl_in="reward", kl_value="k1", old_kl_coef=0.4),
+        kl_control=KlControlConfig(target=0.1, horizon=100, old_target=0.1),
         normalize_by_std=False,
     )
     ranks: Any = SimpleNamespace(update=update, check_others=lambda: None)
@@ -46,6 +49,9 @@ def test_critic_warmup_keeps_kl_coefficient():
     for step in (1, 2, 3, 4):
         trainer.update(batch, step)
     assert coefs == [0.02] * 3 + [pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
+    assert old_coefs == [0.4] * 3 + [0.8]
+    state = trainer.state_dict()
+    assert state["old_kl_control"] == {"coef": 1.6} and state["kl_control"]["coef"] < coefs[-1]
 
 
 @pytest.mark.parametrize("checks", [True, False])
