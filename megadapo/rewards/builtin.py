@@ -54,19 +54,22 @@ def _has_keys(response: str, keys: Sequence[str]) -> bool:
 def length_reward(
     tokens: Sequence[int],
     *,
-    max_tokens: int,
+    max_tokens: int | None = None,
     min_tokens: int = 0,
     buffer: int = 0,
+    alpha_len: float = 0.0,
 ) -> float:
-    """Return 0 for a length from min_tokens to max_tokens, falling linearly to -1 outside.
+    """Return -alpha_len times the length, less up to 1 outside of min_tokens to max_tokens.
 
     Args:
-        buffer: number of tokens beyond either bound over which the score falls to -1.
+        max_tokens: None: no upper bound.
+        buffer: number of tokens beyond either bound over which that part falls linearly to -1.
+        alpha_len: cost of a token.
     """
-    excess = max(len(tokens) - max_tokens, min_tokens - len(tokens), 0)
-    if excess == 0:
-        return 0.0
-    return -min(1.0, excess / buffer) if buffer > 0 else -1.0
+    longest = len(tokens) if max_tokens is None else max_tokens
+    excess = max(len(tokens) - longest, min_tokens - len(tokens), 0)
+    outside = min(1.0, excess / buffer) if buffer > 0 else float(excess > 0)
+    return 0.0 - outside - alpha_len * len(tokens)
 
 
 def hierarchical_reward(

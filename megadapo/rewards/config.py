@@ -214,6 +214,11 @@ class RewardFunction(Section, title="reward.functions"):
             yield from problems
         elif self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
+        elif self.function == "length" and not self.options.keys() - {"buffer"}:
+            yield (
+                'reward.functions.options: "length" scores every response 0 without max_tokens, '
+                "min_tokens or alpha_len; set one"
+            )
         elif self.function in WITH_NETWORK:
             yield from self._wrong_server_options()
         elif self.function == LOCAL_MODEL and self.timeout_s < LOADING_TIMEOUT_S:

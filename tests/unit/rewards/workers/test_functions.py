@@ -343,6 +343,11 @@ def test_format_and_length() -> None:
     length = {"function": "length", "options": options}
     by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)
     assert [one.reward for one in by_length] == [-0.5, -0.25, 0.0, 0.0, -0.25, -1.0]
+    by_token = {"function": "length", "options": {"alpha_len": 0.001}}
+    found = [one.reward for one in score(["a" * n for n in (10, 100, 1000)], by_token)]
+    assert found == pytest.approx([-0.01, -0.1, -1.0], rel=1e-12)
+    both = {"function": "length", "options": {"alpha_len": 0.001, "max_tokens": 98, "buffer": 4}}
+    assert score(["a" * 100], both)[0].reward == pytest.approx(-0.6, rel=1e-12)
 
 
 def test_hierarchical_reward_is_equation_8_of_arpo() -> None:
@@ -411,6 +416,7 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ),
         ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
         ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
+        ([{"function": "length", "options": {"buffer": 9}}], "max_tokens, min_tokens or alpha_len"),
         ([{"function": "m:f", "on_failure": "score"}], 'on_failure = "score" needs failure_score'),
         ([{"function": "m:f", "failure_score": 0.0}], "failure_score has no effect"),
         (
@@ -432,7 +438,7 @@ def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> N
 
 
 def test_unscored_data_source_fails_at_load() -> None:
-    config = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]}, "length"))
+    config = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]}, "format"))
     assert config.check_gold("7", "math") == "7"
     only = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]},))
     with pytest.raises(DataError, match="no entry of reward.functions scores .* 'code'"):
