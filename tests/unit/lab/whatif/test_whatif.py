@@ -2,14 +2,21 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from megadapo.algorithm.config import Aggregation
 from megadapo.config import RunConfig, load_config
 from megadapo.data.group import Group
 from megadapo.errors import ConfigError
-from megadapo.lab.whatif.alternatives import OWN_NAME, alternatives, settable_keys
+from megadapo.lab.whatif.alternatives import (
+    OWN_NAME,
+    all_aggregations,
+    alternatives,
+    settable_keys,
+)
 from megadapo.lab.whatif.compare import _variants
 from megadapo.run.step.training import make_batch
 from tests.support import REPOSITORY
@@ -31,6 +38,17 @@ def test_alternative_has_its_keys_and_the_runs_others():
     assert one.algorithm == config.algorithm.model_copy(update=expected)
     assert one.model_copy(update={"algorithm": config.algorithm}) == config
     assert none == config
+
+
+@pytest.mark.parametrize("recipe", ["vl", "dr-grpo", "balanced", "ppo"])
+def test_every_aggregation_is_an_alternative(recipe):
+    """A divisor of the run's own, or an exponent, would be a conflict in the others."""
+    config = load_config(REPOSITORY / "configs" / "algorithms" / f"{recipe}.toml")
+    found = [one.algorithm for _, one in alternatives(config, all_aggregations(config))]
+    names = {one.loss_aggregation for one in found}
+    assert len(found) == len(names) == len(get_args(Aggregation)) - (recipe == "ppo")
+    lengths = {one.loss_aggregation: one.loss_length for one in found}
+    assert {name for name, length in lengths.items() if length} == {"vl", "seq-mean-token-sum-norm"}
 
 
 def test_other_gate_drops_the_keys_of_the_runs_gate():
@@ -115,11 +133,14 @@ def overlong_group() -> Group:
 
 def test_rewards_and_kl_coefficient_are_the_alternatives_own():
     """Ranks compute advantages again, from the rewards less the KL divergence."""
-    config = quickstart(*KL_IN_REWARD)
-    texts = ["algorithm.overlong_factor=0.5", "algorithm.objective.kl_coef=0.3"]
+    config = quickstart(*KL_IN_REWARD, "algorithm.objective.old_kl_coef=1.0")
+    texts = [
+        "algorithm.overlong_factor=0.5",
+        "algorithm.objective.kl_coef=0.3,algorithm.objective.old_kl_coef=0.5",
+    ]
     chosen = alternatives(config, texts)
     sampled = SimpleNamespace(groups=[overlong_group()], saved=[])
-    saved = SimpleNamespace(sampled=sampled, step=1, metrics={"kl/coef": 0.07})
+    saved = SimpleNamespace(sampled=sampled, step=1, metrics={"kl/coef": 0.07, "kl/old_coef": 4.0})
     own, factor, coef = _variants(saved, chosen)
     for variant, (_, one) in zip((own, factor, coef), chosen, strict=True):
         expected, _ = make_batch(sampled, one, policy_version=0)
@@ -128,3 +149,5 @@ def test_rewards_and_kl_coefficient_are_the_alternatives_own():
     assert factor.batch.rewards[1] > own.batch.rewards[1]
     # the recorded one has moved from the configured 0.1
     assert [one.kl_reward_coef for one in (own, factor, coef)] == [0.07, 0.07, 0.3]
+    old_coefs = [one.algorithm.objective.old_kl_coef for one in (own, factor, coef)]
+    assert old_coefs == [4.0, 4.0, 0.5]
