@@ -72,6 +72,15 @@ def test_ratio_error_is_of_the_first_mini_batch():
         assert step_of([sums({name: first}), sums({name: later})])[name] == first
 
 
+def test_divergence_that_steers_is_of_the_last_update():
+    """The mean has the first update's 0, which would halve the coefficient for ever."""
+    updates = [sums({"tokens": 4.0, "policy/approx_kl": value}) for value in (0.0, 0.02, 0.4)]
+    found = step_of(updates, old_kl_coef=0.7)
+    assert (found["kl/from_old"], found["kl/old_coef"]) == (pytest.approx(0.1), 0.7)
+    without = step_of(updates)
+    assert without["kl/from_old"] is without["kl/old_coef"] is None
+
+
 def test_largest_value_is_of_all_mini_batches():
     name = "parity/logprob_abs_max"
     for values in ((0.1, 0.7), (0.7, 0.1)):
