@@ -97,6 +97,7 @@ def policy_head_loss(
     objective: PolicyObjective,
     logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    penalties: Tensor | None = None,
     **options: Unpack[HeadOptions],
 ) -> PolicyHeadOutput:
     """Return sum_t loss_weights[t] * l_t with its gradient in hidden and weight, and metrics.
@@ -117,6 +118,7 @@ def policy_head_loss(
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
         importance_weights: [T] factor on each token's policy term.
+        penalties: [T] coefficients of |log-prob - old log-prob| in it, of gate "kl_cov".
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, targets are outside the vocabulary, or
@@ -130,6 +132,7 @@ def policy_head_loss(
         loss_weights=loss_weights,
         logprobs_ref=logprobs_ref,
         importance_weights=importance_weights,
+        penalties=penalties,
     )
     call = plan_call(hidden, weight, targets, options, inputs)
     inputs = inputs.map(call.take)
@@ -166,6 +169,7 @@ def policy_head_loss_definition(
     vocab_size: int | None = None,
     logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    penalties: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Define the loss of `policy_head_loss`, 0-d; old log-probs are those of tokens.
@@ -189,6 +193,7 @@ def policy_head_loss_definition(
         logprobs_ref=None if logprobs_ref is None else logprobs_ref[chosen],
         entropy=entropy,
         importance_weights=None if importance_weights is None else importance_weights[chosen],
+        penalties=None if penalties is None else penalties[chosen],
     )
 
 

@@ -161,6 +161,7 @@ def policy_rows_kernel(
     LOSS_WEIGHTS: tl.tensor,
     LOGPROBS_REF: tl.tensor,
     IMPORTANCE_WEIGHTS: tl.tensor,
+    PENALTIES: tl.tensor,
     LOGPROBS: tl.tensor,
     ENTROPY: tl.tensor,
     DISTANCE: tl.tensor,
@@ -186,6 +187,9 @@ def policy_rows_kernel(
     importance_weight = 1.0
     if SWITCHES.has_importance_weights:
         importance_weight = tl.load(IMPORTANCE_WEIGHTS + row)
+    penalty = 0.0
+    if SWITCHES.has_penalties:
+        penalty = tl.load(PENALTIES + row)
     logprob_ref = 0.0
     if SWITCHES.kl_value != "none":
         logprob_ref = tl.load(LOGPROBS_REF + row)
@@ -195,6 +199,7 @@ def policy_rows_kernel(
         logprob_old=tl.load(LOGPROBS_OLD + row),
         advantage=tl.load(ADVANTAGES + row),
         importance_weight=importance_weight,
+        penalty=penalty,
         logprob_ref=logprob_ref,
         numbers=numbers,
         SWITCHES=SWITCHES,
@@ -322,6 +327,7 @@ def policy_rows_triton(
         objective,
         has_reference=inputs.logprobs_ref is not None,
         has_importance_weights=inputs.importance_weights is not None,
+        has_penalties=inputs.penalties is not None,
     )
     policy_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, d_logits),
@@ -332,6 +338,7 @@ def policy_rows_triton(
         IMPORTANCE_WEIGHTS=(
             absent if inputs.importance_weights is None else inputs.importance_weights
         ),
+        PENALTIES=absent if inputs.penalties is None else inputs.penalties,
         LOGPROBS=outputs.logprobs,
         ENTROPY=outputs.entropy,
         DISTANCE=outputs.distance,

@@ -46,6 +46,7 @@ class TermSwitches(NamedTuple):
     """Estimator; "none" without a reference policy."""
     kl_gradient: str = "none"
     has_importance_weights: bool = False
+    has_penalties: bool = False
     has_entropy: bool = False
     has_old_kl: bool = False
 
@@ -65,10 +66,17 @@ class TermNumbers(NamedTuple):
 
 
 def describe_terms(
-    objective: PolicyObjective, *, has_reference: bool, has_importance_weights: bool
+    objective: PolicyObjective,
+    *,
+    has_reference: bool,
+    has_importance_weights: bool,
+    has_penalties: bool = False,
 ) -> tuple[TermSwitches, TermNumbers]:
     """Return an objective and its optional inputs as a kernel's switches and numbers."""
-    gate = "clip" if objective.gate == "bapo" else objective.gate
+    # the search of bounds and the choice of tokens are in the head's inputs
+    gate = {"bapo": "clip", "clip_cov": "clip", "kl_cov": "none"}.get(
+        objective.gate, objective.gate
+    )
     switches = TermSwitches(
         gate="logprob" if objective.ratio == "none" else gate,
         is_sequence=objective.ratio == "sequence",
@@ -76,6 +84,7 @@ def describe_terms(
         kl_value=objective.kl_value if has_reference else "none",
         kl_gradient=objective.kl_gradient if has_reference else "none",
         has_importance_weights=has_importance_weights,
+        has_penalties=has_penalties,
         has_entropy=objective.entropy_coef != 0.0,
         has_old_kl=objective.old_kl_coef != 0.0,
     )
@@ -117,6 +126,7 @@ def policy_terms(
         objective,
         has_reference=logprobs_ref is not None,
         has_importance_weights=importance_weights is not None,
+        has_penalties=inputs.penalties is not None,
     )
     log_ratio = inputs.logprobs_old if switches.is_sequence else logprobs - inputs.logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
@@ -125,6 +135,10 @@ def policy_terms(
     policy, d_policy, flags = _gate_terms(
         logprobs, ratio, inside, inputs.advantages, switches, numbers
     )
+    if inputs.penalties is not None:
+        gap = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        policy = policy + inputs.penalties * gap.abs()
+        d_policy = d_policy + torch.where(inside, inputs.penalties * gap.sign(), 0.0)
     kept = inputs.logprobs_old.isfinite()
     if importance_weights is not None:
         kept &= importance_weights.isfinite()
@@ -307,6 +321,7 @@ def token_terms(
     logprob_old: tl.tensor,
     advantage: tl.tensor,
     importance_weight: tl.tensor,
+    penalty: tl.tensor,
     logprob_ref: tl.tensor,
     numbers: tl.tuple,
     SWITCHES: tl.constexpr,
@@ -319,6 +334,10 @@ def token_terms(
     clamped = clamp_log_ratio(log_ratio)
     ratio = tl.exp(clamped)
     policy, d_policy, flags = gate_terms(logprob, ratio, inside, advantage, numbers, SWITCHES)
+    if SWITCHES.has_penalties:
+        policy += penalty * tl.abs(clamp_log_ratio(log_ratio))
+        sign = tl.where(log_ratio > 0, 1.0, tl.where(log_ratio < 0, -1.0, 0.0))
+        d_policy += tl.where(inside, penalty * sign, 0.0)
     kept = is_finite(logprob_old)
     if SWITCHES.has_importance_weights:
         kept = kept & is_finite(importance_weight)

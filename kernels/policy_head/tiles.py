@@ -94,16 +94,19 @@ class PolicyInputs:
     loss_weights: Tensor
     logprobs_ref: Tensor | None
     importance_weights: Tensor | None
+    penalties: Tensor | None = None
+    """Coefficients of |log-prob - old log-prob|, which gate "kl_cov" adds to the policy term."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyInputs:
         """Return the inputs with `change` applied to every tensor."""
-        ref, weights = self.logprobs_ref, self.importance_weights
+        ref, weights, penalties = self.logprobs_ref, self.importance_weights, self.penalties
         return PolicyInputs(
             logprobs_old=change(self.logprobs_old),
             advantages=change(self.advantages),
             loss_weights=change(self.loss_weights),
             logprobs_ref=None if ref is None else change(ref),
             importance_weights=None if weights is None else change(weights),
+            penalties=None if penalties is None else change(penalties),
         )
 
     def rows(self, rows: slice) -> PolicyInputs:

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.entropy_control import EntropyControlConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.kl_control import KlControlConfig
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import TOKEN_GATES, PolicyObjective
 from megadapo.section import ModelPath, Section
 
 Aggregation = Literal[
@@ -149,6 +150,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     """Reference policy of the KL divergence."""
     kl_control: KlControlConfig = KlControlConfig()
     """Adaptive coefficients of the KL divergences in the reward and to the old policy."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
+    """Adaptive coefficient of the entropy bonus."""
     pretraining: PretrainingConfig = PretrainingConfig()
     """Language-model loss on pretraining data in addition to the objective."""
     importance: ImportanceConfig = ImportanceConfig()
@@ -167,10 +170,10 @@ class AlgorithmConfig(Section, title="algorithm"):
 
     @property
     def reads_old_policy(self) -> bool:
-        """Whether a reference, a critic or a search for clip bounds reads the old log-probs of a
-        step before its first update."""
+        """Whether a reference, a critic, a search for clip bounds or a choice of tokens reads the
+        old log-probs of a step before its first update."""
         objective = self.objective
-        return objective.kl_coef != 0.0 or self.advantage == "gae" or objective.gate == "bapo"
+        return objective.kl_coef != 0.0 or self.advantage == "gae" or objective.gate in TOKEN_GATES
 
     def conflicts(self) -> Iterator[str]:
         yield from self._advantage_conflicts()

@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 """Bound of every log-ratio: exp(20) is far outside any clip window and still finite."""
 
 Ratio = Literal["token", "sequence", "none"]
-Gate = Literal["clip", "bapo", "soft", "weight", "none"]
+Gate = Literal["clip", "bapo", "soft", "weight", "none", "clip_cov", "kl_cov"]
 KlEstimator = Literal["k1", "k2", "k3", "corrected-k3"]
 
 KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
@@ -26,8 +26,14 @@ KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
     "soft": ("tau_pos", "tau_neg"),
     "weight": ("weight_max",),
     "none": (),
+    "clip_cov": ("clip_low", "clip_high", "cov_share", "cov_low", "cov_high"),
+    "kl_cov": ("cov_share", "cov_coef"),
 }
 """Keys that each gate reads."""
+COVARIANCE_GATES = ("clip_cov", "kl_cov")
+"""Gates that choose tokens of a mini-batch by the covariance of log-prob and advantage."""
+TOKEN_GATES = ("bapo", *COVARIANCE_GATES)
+"""Gates that read the log-probs of all tokens of a mini-batch before its gradient."""
 
 
 class PolicyObjective(Section, title="algorithm.objective"):
@@ -39,7 +45,9 @@ class PolicyObjective(Section, title="algorithm.objective"):
     none: no ratio, the policy term is -A_t log pi_t (REINFORCE)."""
     gate: Gate = "clip"
     """clip: PPO's, decoupled; bapo: the same, bounds searched (`[algorithm.bapo]`); soft: SAPO's
-    sigmoid; weight: CISPO's detached, truncated weight; none: r_t A_t."""
+    sigmoid; weight: CISPO's detached, truncated weight; none: r_t A_t; clip_cov: clip, without some
+    tokens of a high covariance of log-prob and advantage; kl_cov: none, with a penalty on those of
+    the highest."""
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """Distance below 1 at which the ratio's gradient is cut (A < 0)."""
     clip_high: NonNegativeFloat = 0.28
@@ -53,6 +61,15 @@ class PolicyObjective(Section, title="algorithm.objective"):
     weight_max: PositiveFloat | None = None
     """Upper bound of the detached weight, a ratio and not an offset from 1; gate "weight" needs
     it."""
+    cov_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.0002
+    """Share of a mini-batch's tokens that clip_cov leaves out of the policy term at most, and that
+    kl_cov penalises; at least one token."""
+    cov_low: float = 1.0
+    """Covariance above which clip_cov may leave a token out."""
+    cov_high: float = 5.0
+    """Covariance from which on it does not."""
+    cov_coef: PositiveFloat = 1.0
+    """Coefficient of kl_cov's penalty, |log-prob - old log-prob|."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
     old_kl_coef: NonNegativeFloat = 0.0
@@ -93,10 +110,15 @@ class PolicyObjective(Section, title="algorithm.objective"):
                 f'algorithm.objective.gate = "{self.gate}" needs a ratio, and '
                 'algorithm.objective.ratio is "none": set gate = "none" or ratio = "token"'
             )
-        if self.ratio == "sequence" and self.gate == "bapo":
+        if self.ratio == "sequence" and self.gate in TOKEN_GATES:
             yield (
-                'algorithm.objective.gate = "bapo" is defined on single tokens, but '
+                f'algorithm.objective.gate = "{self.gate}" is defined on single tokens, but '
                 'algorithm.objective.ratio = "sequence": set it to "token"'
+            )
+        if self.cov_low >= self.cov_high:
+            yield (
+                f"algorithm.objective.cov_low = {self.cov_low} must be below "
+                f"algorithm.objective.cov_high = {self.cov_high}"
             )
         if self.gate == "weight" and self.weight_max is None:
             yield (

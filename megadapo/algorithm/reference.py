@@ -27,6 +27,7 @@ def policy_loss(
     logprobs_ref: Tensor | None = None,
     entropy: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> Tensor:
     """Return sum_t loss_weights[t] * l_t, 0-d, differentiable in logprobs and entropy.
 
@@ -41,6 +42,8 @@ def policy_loss(
         entropy: [T] in nats, required if `objective.entropy_coef` is not 0.
         importance_weights: [T] factor on each token's policy term, and on its KL divergence of the
             old policy to the policy.
+        penalties: [T] coefficients of |log-prob - old log-prob| in it, which gate "kl_cov" gives to
+            the tokens that it chose; gate "clip_cov" sets the advantages of such tokens to 0.
 
     Raises:
         ValueError: cu_seqlens do not rise from 0 to T, or a term's input is missing.
@@ -65,6 +68,7 @@ def policy_loss(
         logprobs_ref=None if logprobs_ref is None else logprobs_ref[kept],
         entropy=None if entropy is None else entropy[kept],
         importance_weights=None if importance_weights is None else importance_weights[kept],
+        penalties=None if penalties is None else penalties[kept],
     )
     return (loss_weights[kept] * losses).sum()
 
@@ -78,6 +82,7 @@ def token_losses(
     logprobs_ref: Tensor | None = None,
     entropy: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> Tensor:
     """Return l_t of each token, [T], not yet weighted; arguments are those of `policy_loss`.
 
@@ -92,6 +97,8 @@ def token_losses(
     if objective.old_kl_coef != 0.0:
         # its mean over samples of the old policy is KL(old policy || policy)
         loss = loss + objective.old_kl_coef * (ratio - 1.0 - log_ratio)
+    if penalties is not None:
+        loss = loss + penalties * log_ratio.abs()
     if importance_weights is not None:
         loss = loss * importance_weights
     if objective.kl_loss_coef != 0.0:
@@ -182,7 +189,7 @@ def _policy_term(
     if objective.ratio == "none":
         return -advantages * logprobs
     match objective.gate:
-        case "clip" | "bapo":
+        case "clip" | "bapo" | "clip_cov":
             return _clipped(ratio, advantages, objective)
         case "soft":
             taus = advantages.new_tensor((objective.tau_neg, objective.tau_pos))
@@ -190,7 +197,7 @@ def _policy_term(
             return -advantages * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
         case "weight":
             return -ratio.detach().clamp(max=objective.weight_max) * advantages * logprobs
-        case "none":
+        case "none" | "kl_cov":
             return -ratio * advantages
 
 

@@ -63,6 +63,11 @@ class PackedBatch:
         sampled = np.arange(len(self.tokens)) - starts >= np.repeat(self.prompt_lengths, lengths)
         return sampled
 
+    def tokens_with_loss(self, mini_batch: int) -> np.ndarray:
+        """Return the places of a mini-batch's tokens with a loss, ascending."""
+        is_member = np.isin(np.arange(self.num_sequences), self.mini_batches[mini_batch])
+        return np.flatnonzero(np.repeat(is_member, np.diff(self.cu_seqlens)) & self.is_trained)
+
     def predicted(self, policy_version: int, *, leaves_out_stale: bool) -> np.ndarray:
         """Return [T] bool: the tokens that the policy head predicts in an update."""
         predicted = self.is_trained

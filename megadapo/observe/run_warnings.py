@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import harmonic_mean
+from statistics import fmean, harmonic_mean, variance
 
 from megadapo.data.group import FAILED
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
@@ -18,6 +18,14 @@ OFTEN_FAILED = 0.02
 """Share of their responses on which a function may fail without a warning."""
 BEST_FACTOR = 2.0
 """Factor on the standard errors of a fall from the best evaluation, which is high by chance too."""
+ENTROPY_STEPS = 20
+"""Number of the last steps within which the entropy may not fall by half without progress."""
+END_STEPS = 5
+"""Number of steps in each of two means that are compared, as single steps are noisy."""
+COLLAPSE, EXPLOSION = 0.5, 2.0
+"""Factors on the earlier entropy beyond which it has collapsed, or risen too high."""
+SOLVED = 0.9
+"""Training accuracy above which a low entropy costs nothing: little is left to find."""
 
 
 def run_warnings(
@@ -47,6 +55,7 @@ def run_warnings(
             "rewards differ are trained on",
         ),
         _failures(recent),
+        _entropy(records),
     )
     return [text for text in found if text is not None]
 
@@ -113,6 +122,60 @@ def _failures(recent: Sequence[MetricRecord]) -> str | None:
         f"{', '.join(often)} in {_span(recent)}: these responses are left out, or have the score "
         "of a failure instead of their own. log.txt has the reasons; mend what fails"
     )
+
+
+def _entropy(records: Sequence[MetricRecord]) -> str | None:
+    """Return a warning if the entropy collapses or explodes while the policy gets no better.
+
+    A policy that learns loses entropy too, as the quickstart's does by half in seven steps: the
+    loss is a collapse only beside an accuracy that does not rise.
+    """
+    known = [one for one in records if math.isfinite(_value(one, "policy/entropy"))]
+    window = known[-ENTROPY_STEPS:]
+    if len(window) < ENTROPY_STEPS or _improves(window):
+        return None
+    start, before, last = (
+        fmean(_value(one, "policy/entropy") for one in part)
+        for part in (known[:END_STEPS], window[:END_STEPS], window[-END_STEPS:])
+    )
+    beside = f"while the policy got no better in {_span(window)}"
+    if last < COLLAPSE * before:
+        return (
+            f"policy/entropy fell from {before:.3f} to {last:.3f} {beside}: it no longer explores. "
+            "Return to an earlier checkpoint with algorithm.entropy_control.target near the "
+            "entropy that it had there, a higher algorithm.objective.clip_high, or "
+            'algorithm.objective.gate = "clip_cov" or "kl_cov"'
+        )
+    if last > EXPLOSION * start:
+        return (
+            f"policy/entropy rose from {start:.3f} in {_span(known[:END_STEPS])} to {last:.3f} "
+            f"{beside}: see megadapo show RUN whether responses become gibberish. Return to an "
+            "earlier checkpoint with a lower trainer.optimizer.lr, algorithm.objective.clip_high "
+            "or entropy_coef, or a lower algorithm.entropy_control.target"
+        )
+    return None
+
+
+def _improves(window: Sequence[MetricRecord]) -> bool:
+    """Return whether accuracy, or reward without one, rises by more than its standard error.
+
+    Also if it is not known, or almost all responses are correct.
+    """
+    has_accuracy = window[-1].get("accuracy/mean") is not None
+    name = "accuracy/mean" if has_accuracy else "reward/mean"
+    first, last = (
+        [_value(one, name) for one in part] for part in (window[:END_STEPS], window[-END_STEPS:])
+    )
+    if not all(map(math.isfinite, first + last)):
+        return True
+    error = math.sqrt((variance(first) + variance(last)) / END_STEPS)
+    return fmean(last) - fmean(first) > error or (has_accuracy and fmean(last) > SOLVED)
+
+
+def _value(record: MetricRecord, name: str) -> float:
+    """Return a metric; NaN if it was not measured."""
+    value = record.get(name)
+    return math.nan if value is None else float(value)
 
 
 def _span(records: Sequence[MetricRecord]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.mini_batches import update_order
+from megadapo.algorithm.objective import COVARIANCE_GATES
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
@@ -53,6 +54,7 @@ from megadapo.trainer.update.step import (
     compute_gradients,
     compute_logprobs,
     find_bounds,
+    with_chosen_tokens,
     with_old_policy,
 )
 from megadapo.weights.config import SenderName
@@ -191,15 +193,16 @@ class TrainerRank(TrainedModel):
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         split, num_left_out = list(split), 0
-        head = self.head
-        if request.old_kl_coef is not None:
-            moved = {"old_kl_coef": request.old_kl_coef}
-            head = replace(head, objective=algorithm.objective.model_copy(update=moved))
+        moved = {"old_kl_coef": request.old_kl_coef, "entropy_coef": request.entropy_coef}
+        moved = {name: coef for name, coef in moved.items() if coef is not None}
+        head = replace(self.head, objective=algorithm.objective.model_copy(update=moved))
         measured: list[Sums] = []
         grad_norms: list[float] = []
         bounds: list[BapoBounds] = []
+        shares: list[float] = []
         for number, texts in zip(order, pretraining, strict=True):
             self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
+            split[number] = self._with_chosen_tokens(request, number, split[number], shares)
             own_head = self._head_of_update(head, split[number], bounds)
             sums, computed = compute_gradients(self.chunks, own_head, split[number], texts)
             split[number] = split[number].with_policy(computed)
@@ -226,6 +229,7 @@ class TrainerRank(TrainedModel):
             lr=lr or 0.0,
             version_gaps=batch.version_gaps(request.policy_version)[batch.is_trained],
             bounds=bounds,
+            chosen_shares=shares,
             kl_coef=algorithm.objective.kl_loss_coef + kl_coef,
             old_kl_coef=head.objective.old_kl_coef,
         )
@@ -241,6 +245,24 @@ class TrainerRank(TrainedModel):
         found = find_bounds(self.chunks, head, mini_batch, algorithm.bapo, is_first=is_first)
         bounds.append(found)
         return replace(head, objective=found.put_into(head.objective))
+
+    def _with_chosen_tokens(
+        self, request: UpdateRequest, number: int, mini_batch: MiniBatch, shares: list[float]
+    ) -> MiniBatch:
+        """Return the mini-batch; with gate "clip_cov" or "kl_cov" it has the update's choice of
+        tokens, whose share joins `shares`."""
+        if self.head.objective.gate not in COVARIANCE_GATES:
+            return mini_batch
+        chosen, share = with_chosen_tokens(
+            self.chunks,
+            self.head,
+            mini_batch,
+            request.batch.tokens_with_loss(number),
+            draw=(self.settings.seed, request.step, len(shares)),
+            is_first=not shares,
+        )
+        shares.append(share)
+        return chosen
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.

@@ -79,6 +79,8 @@ class UpdateRequest:
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
     old_kl_coef: float | None = None
     """Coefficient of the old policy's KL divergence in the loss; None takes the objective's."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy bonus; None takes the objective's."""
     checks_first_ratio: bool = True
     """Whether GPUs measure the first ratio, which costs a forward pass if there is one mini-batch.
     CPUs, and updates of several mini-batches, always do."""

@@ -133,11 +133,12 @@ def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, n
         {"objective": PolicyObjective(kl_coef=0.5, kl_value="k2")},
         {"advantage": "rloo", "objective": KL_IN_REWARD},
         {"objective": PolicyObjective(gate="bapo"), "bapo": BAPO},
+        {"objective": PolicyObjective(gate="clip_cov", cov_share=1.0, cov_low=0.0)},
         {"importance": ImportanceConfig(high=1.1)},
         {"importance": ImportanceConfig(stale_logprobs="rollout")},
         {"importance": ImportanceConfig(stale_logprobs="none")},
     ],
-    ids=["kl", "kl-in-reward", "bapo", "recompute", "rollout", "none"],
+    ids=["kl", "kl-in-reward", "bapo", "clip-cov", "recompute", "rollout", "none"],
 )
 def test_further_inputs_are_those_of_an_update(ranks, algorithm):
     """Reference log-probs, KL in the reward, searched bounds, and each rule for stale tokens."""

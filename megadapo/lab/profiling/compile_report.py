@@ -73,6 +73,7 @@ _EVERY_OPTION = TermSwitches(
     kl_value="k3",
     kl_gradient="corrected-k3",
     has_importance_weights=True,
+    has_penalties=True,
     has_entropy=True,
     has_old_kl=True,
 )
@@ -117,7 +118,7 @@ COMPILE_CASES = (
             values={
                 **_pointers(
                     fp32="LOGITS STATS LOGPROBS_OLD ADVANTAGES LOSS_WEIGHTS LOGPROBS_REF "
-                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY DISTANCE LOSS D_POLICY RATIO",
+                    "IMPORTANCE_WEIGHTS PENALTIES LOGPROBS ENTROPY DISTANCE LOSS D_POLICY RATIO",
                     i64="TARGETS",
                     u8="FLAGS",
                 ),

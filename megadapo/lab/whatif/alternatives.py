@@ -23,7 +23,7 @@ from megadapo.errors import ConfigError
 SECTION = "algorithm"
 OBJECTIVE = (SECTION, "objective")
 OWN_NAME = "the run's own"
-WITHOUT_EFFECT = ("passes", "max_kl", "reference", "kl_control", "pretraining")
+WITHOUT_EFFECT = ("passes", "max_kl", "reference", "kl_control", "entropy_control", "pretraining")
 """Parts of `[algorithm]` that change no loss of a saved batch."""
 _NEXT_KEY = re.compile(r",\s*(?=[A-Za-z_][\w.]*=)")
 

@@ -204,6 +204,7 @@ def compare(
                     step=step,
                     kl_reward_coef=own.kl_reward_coef,
                     old_kl_coef=own.algorithm.objective.old_kl_coef,
+                    entropy_coef=own.algorithm.objective.entropy_coef,
                 )
             )
             source = "its updates, repeated here"
@@ -245,23 +246,13 @@ def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Var
             batch = replace(own, **{name: getattr(batch, name) for name in changed})
         found.append(
             Variant(
-                algorithm=_with_old_coef(saved, config, own=own_config),
+                algorithm=_with_recorded_coefs(saved, config.algorithm, own_config.algorithm),
                 batch=batch,
                 num_mini_batches=num_mini_batches,
                 kl_reward_coef=_kl_reward_coef(saved, config, own=own_config),
             )
         )
     return found
-
-
-def _with_old_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> AlgorithmConfig:
-    """Return the algorithm with the old policy's coefficient that the step recorded, as below."""
-    objective, of_run = config.algorithm.objective, own.algorithm.objective
-    recorded = saved.metrics.get("kl/old_coef")
-    if recorded is None or objective.old_kl_coef != of_run.old_kl_coef:
-        return config.algorithm
-    objective = objective.model_copy(update={"old_kl_coef": float(recorded)})
-    return config.algorithm.model_copy(update={"objective": objective})
 
 
 def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> float:
@@ -272,6 +263,20 @@ def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> floa
     if objective.kl_in == "reward" and is_own and recorded is not None:
         return float(recorded)
     return objective.kl_reward_coef
+
+
+def _with_recorded_coefs(
+    saved: SavedStep, algorithm: AlgorithmConfig, own: AlgorithmConfig
+) -> AlgorithmConfig:
+    """Return the algorithm with the coefficients that the step recorded, as above."""
+    recorded = {
+        name: float(value)
+        for name, metric in (("old_kl_coef", "kl/old_coef"), ("entropy_coef", "entropy/coef"))
+        if (value := saved.metrics.get(metric)) is not None
+        and getattr(algorithm.objective, name) == getattr(own.objective, name)
+    }
+    objective = algorithm.objective.model_copy(update=recorded)
+    return algorithm.model_copy(update={"objective": objective})
 
 
 def _measure(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import COVARIANCE_GATES, TOKEN_GATES, PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant
@@ -25,7 +25,7 @@ from megadapo.trainer.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
 from megadapo.trainer.update.metrics import POLICY_SUMS, Sums, mean_of
-from megadapo.trainer.update.step import find_bounds, run_schedule
+from megadapo.trainer.update.step import find_bounds, run_schedule, with_chosen_tokens
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -183,7 +183,7 @@ def _work(
     split = rank.splitter.split(variant.batch, predicted=predicted, policy_version=policy_version)
     has_reference = objective.kl_coef != 0.0
     # otherwise the head itself computes the old log-probs
-    if logprobs_old is not None or has_reference or objective.gate == "bapo":
+    if logprobs_old is not None or has_reference or objective.gate in TOKEN_GATES:
         split = [_set_old_logprobs(rank, mini_batch, variant, logprobs_old) for mini_batch in split]
     if has_reference:
         assert rank.reference is not None, "the run's own objective has it"
@@ -202,7 +202,16 @@ def _work(
         )
     head = replace(rank.head, objective=objective, importance=importance)
     work = []
-    for mini_batch in split:
+    for number, mini_batch in enumerate(split):
+        if objective.gate in COVARIANCE_GATES:
+            mini_batch, _ = with_chosen_tokens(
+                rank.chunks,
+                head,
+                mini_batch,
+                variant.batch.tokens_with_loss(number),
+                # as the update of this number in the step that follows these weights
+                draw=(rank.settings.seed, policy_version + 1, number),
+            )
         own = replace(head, objective=_with_bounds(rank, mini_batch, variant))
         work += [(micro_batch, own) for micro_batch in mini_batch]
     return work

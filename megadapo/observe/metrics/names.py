@@ -140,6 +140,10 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
     },
     Panel("Policy", "Entropy", "nats a token", in_plot=True): {
         Metric("policy/entropy", "entropy", per="tokens"): "Mean token entropy in nats.",
+        Metric("entropy/target", "target"): "The entropy that entropy_control keeps; null "
+        "without one.",
+        Metric("entropy/coef", "coefficient of the bonus"): "Coefficient of the entropy "
+        "bonus in this step, which entropy_control moves; null without a target.",
     },
     Panel("Policy", "Token probability", "of a token", in_plot=True): {
         Metric("policy/token_probability_mean", "all, mean", per="tokens"): "Mean probability of "
@@ -178,6 +182,10 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         Metric("policy/clipped_sequences", "clipped", per="sequences"): "Share of the updates' "
         "responses that the clip of a sequence ratio (GSPO) cut, so that no token of them has a "
         "gradient; their tokens are in policy/clip_*_fraction. Null with a token's own ratio.",
+    },
+    Panel("Policy", "Chosen by covariance", "share of tokens"): {
+        Metric("policy/chosen_fraction", "chosen"): 'Share of tokens that gate "clip_cov" leaves '
+        'out or "kl_cov" penalises, mean over updates; null with other gates.',
     },
     Panel("Policy", "Bounded by the dual clip", "share of tokens"): {
         Metric("policy/dual_clip_fraction", "bounded", per="tokens"): "Share of tokens bounded by "

@@ -9,6 +9,7 @@ from typing import Any
 
 from megadapo.algorithm.advantages import Advantages, advantages, response_rewards
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.entropy_control import EntropyController
 from megadapo.algorithm.kl_control import KlController
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
@@ -26,6 +27,7 @@ from megadapo.weights.disk.files import Files
 
 KL_CONTROL_STATE = "kl_control"
 OLD_KL_CONTROL_STATE = "old_kl_control"
+ENTROPY_CONTROL_STATE = "entropy_control"
 PRETRAINING_STATE = "pretraining_data"
 
 
@@ -124,7 +126,7 @@ class TrainerState:
 
 
 class StepTrainer(TrainerState):
-    """The trainer with the rest of training's state: KL coefficients and pretraining data."""
+    """The trainer with the rest of training's state: adaptive coefficients and pretraining data."""
 
     def __init__(
         self,
@@ -140,6 +142,9 @@ class StepTrainer(TrainerState):
         control, objective = algorithm.kl_control, algorithm.objective
         self._kl_controller = KlController(control, objective.kl_reward_coef)
         self._old_kl_controller = KlController(control.of_old_policy, objective.old_kl_coef)
+        self._entropy_controller = EntropyController(
+            algorithm.entropy_control, objective.entropy_coef
+        )
         self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
 
@@ -156,16 +161,19 @@ class StepTrainer(TrainerState):
             step=step,
             kl_reward_coef=self._kl_controller.coef,
             old_kl_coef=self._old_kl_controller.coef,
+            entropy_coef=self._entropy_controller.coef,
             checks_first_ratio=checks_first_ratio,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
         if self._probe is not None:
             self._probe.begin(batch, policy_version=step - 1)
         result = self.apply(request)
-        # at a learning rate of 0 neither the policy nor its KL divergence changes
+        result = replace(result, metrics={**result.metrics, **self._entropy_controller.metrics})
+        # at a learning rate of 0 the policy does not change, nor its KL divergence and entropy
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
             self._old_kl_controller.observe(result.metrics["kl/from_old"], batch.num_sequences)
+            self._entropy_controller.observe(result.metrics["policy/entropy"])
         return result
 
     def finish_probe(self, result: UpdateResult) -> UpdateResult:
@@ -183,6 +191,7 @@ class StepTrainer(TrainerState):
         state = checkpoint.state
         self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
         self._old_kl_controller.load_state_dict(state.get(OLD_KL_CONTROL_STATE, {}))
+        self._entropy_controller.load_state_dict(state.get(ENTROPY_CONTROL_STATE, {}))
         # a run that adds pretraining data starts with its first document
         if self._pretraining_data is not None and PRETRAINING_STATE in state:
             self._pretraining_data.load_state_dict(state[PRETRAINING_STATE])
@@ -192,6 +201,7 @@ class StepTrainer(TrainerState):
         state: dict[str, Any] = {
             KL_CONTROL_STATE: self._kl_controller.state_dict(),
             OLD_KL_CONTROL_STATE: self._old_kl_controller.state_dict(),
+            ENTROPY_CONTROL_STATE: self._entropy_controller.state_dict(),
         }
         if self._pretraining_data is not None:
             state[PRETRAINING_STATE] = self._pretraining_data.state_dict()

@@ -87,6 +87,8 @@ class MicroBatch:
     """The critic's values [R] fp32 before the step's first update; None without a critic."""
     returns: Tensor | None = None
     """The critic's targets [R] fp32, like `values_old`."""
+    is_chosen: Tensor | None = None
+    """Tokens [T] that gate "clip_cov" or "kl_cov" chose for the next update: 1, others 0, fp32."""
     logprobs_update: Tensor | None = None
     """Log-probs [T] fp32 in the first update on the micro-batch; None before."""
 

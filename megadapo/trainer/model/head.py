@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.importance import ImportanceConfig, sequence_log_ratios
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import COVARIANCE_GATES, PolicyObjective
 from megadapo.kernels.policy_head import (
     HeadOptions,
     PolicyHeadOutput,
@@ -69,6 +69,14 @@ class PolicyHead:
         assert logprobs_old is not None, "set above"
         if self.objective.ratio == "sequence":
             logprobs_old = sequence_ratios(context, logprobs)
+        advantages, penalties = context.advantages, None
+        if self.objective.gate in COVARIANCE_GATES:
+            assert context.is_chosen is not None, "chosen before the update"
+            if self.objective.gate == "clip_cov":
+                # their KL divergence and entropy bonus stay
+                advantages = advantages.masked_fill(context.is_chosen != 0, 0.0)
+            else:
+                penalties = self.objective.cov_coef * context.is_chosen
         # computed advantages may be NaN: the loss is then NaN too, which is handled later
         common["check_inputs"] = not context.has_computed_advantages
         return policy_head_loss(
@@ -76,10 +84,11 @@ class PolicyHead:
             weight,
             context.targets,
             logprobs_old=logprobs_old,
-            advantages=context.advantages,
+            advantages=advantages,
             loss_weights=context.loss_weights,
             logprobs_ref=context.logprobs_ref,
             importance_weights=context.importance_weights,
+            penalties=penalties,
             objective=self.objective,
             **common,
         )

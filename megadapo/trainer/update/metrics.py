@@ -201,6 +201,7 @@ def summarize(
     lr: float,
     version_gaps: np.ndarray,
     bounds: Sequence[BapoBounds],
+    chosen_shares: Sequence[float],
     kl_coef: float,
     old_kl_coef: float,
 ) -> Metrics:
@@ -210,6 +211,7 @@ def summarize(
         num_mini_batches: number of updates of a pass.
         num_left_out: updates left out for `algorithm.max_kl`; the first of them is measured.
         grad_norms: of the applied updates.
+        chosen_shares: shares of the tokens that "clip_cov" or "kl_cov" chose for each update.
         version_gaps: publications between sampling and training, of each token of the step.
         kl_coef: coefficient of the KL divergence to the reference, in the loss or the reward.
         old_kl_coef: coefficient of the old policy's KL divergence, in the loss.
@@ -226,6 +228,7 @@ def summarize(
         else math.nan,
         "policy/approx_kl": _measured(step, "policy/approx_kl"),
         **{name: _measured(step, name) for name in GRADIENT_SHARES},
+        "policy/chosen_fraction": mean_of(sum(chosen_shares), len(chosen_shares)),
         "policy/left_out_updates": num_left_out,
         "policy/grad_norm": ratio(sum(grad_norms), len(grad_norms)),
         "policy/lr": lr,

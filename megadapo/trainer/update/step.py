@@ -2,16 +2,18 @@
 
 Loss weights contain the whole reduction, so nothing is divided here: losses and gradients are sums
 over micro-batches and ranks for every split. With BAPO, a search over such sums finds the clip
-bounds of each update before its gradients.
+bounds of each update before its gradients; other gates choose tokens of the whole mini-batch there.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums, num_bapo_sums, search_bounds
+from megadapo.algorithm.covariance import choose_tokens
 from megadapo.algorithm.objective import LIKELIHOOD, MAX_LOG_RATIO
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
@@ -196,6 +199,59 @@ def find_bounds(
             total += sums_of(micro_batch, current, config, dual_clip=head.objective.dual_clip)
     torch.distributed.all_reduce(total)
     return search_bounds(total.cpu().numpy(), config)
+
+
+def with_chosen_tokens(
+    chunks: list[DistributedDataParallel],
+    head: PolicyHead,
+    micro_batches: MiniBatch,
+    tokens: np.ndarray,
+    *,
+    draw: Sequence[int],
+    is_first: bool = False,
+) -> tuple[MiniBatch, float]:
+    """Return the mini-batch with the choice of gate "clip_cov" or "kl_cov", and its share.
+
+    Collective. Every rank gets the numbers of all tokens in the order of the batch, so the choice
+    has the same bits at every split that gives the log-probs the same bits.
+
+    Args:
+        tokens: places in the batch of the mini-batch's tokens with a loss, ascending.
+        draw, is_first: as for `choose_tokens` and `find_bounds`.
+    """
+    current = [one.proximal for one in micro_batches if one.proximal is not None]
+    if not is_first:
+        current = compute_logprobs(chunks, head, micro_batches)
+    # log-prob, old log-prob and advantage of each token, and 1 if a rank predicts it
+    values = torch.zeros(4, len(tokens), device=micro_batches.device)
+    places = []
+    for micro_batch, present in zip(micro_batches, current, strict=False):
+        assert micro_batch.logprobs_old is not None, "computed before the first update"
+        has_loss = np.isin(micro_batch.batch_index, tokens)
+        own = np.searchsorted(tokens, micro_batch.batch_index[has_loss])
+        places.append((has_loss, own))
+        found = torch.stack(
+            [present, micro_batch.logprobs_old, micro_batch.advantages, torch.ones_like(present)]
+        )
+        for other in (micro_batch.logprobs_ref, micro_batch.importance_weights):
+            # the head drops tokens without these
+            found = found if other is None else found.masked_fill(~other.isfinite(), math.nan)
+        if has_results():
+            rows = micro_batch.rows[torch.from_numpy(has_loss).to(found.device)]
+            values[:, torch.from_numpy(own).to(found.device)] = found[:, rows]
+    # a token has one rank, so the sums are exact
+    torch.distributed.all_reduce(values)
+    numbers = values.cpu().numpy()
+    known = np.isfinite(numbers).all(axis=0) & (numbers[3] == 1.0)
+    chosen = np.zeros(len(tokens), dtype=np.float32)
+    logprobs, old, advantages, _ = numbers[:, known]
+    chosen[known] = choose_tokens(logprobs, old, advantages, head.objective, draw=draw)
+    computed = []
+    for micro_batch, (has_loss, own) in zip(micro_batches, places, strict=False):
+        of_rows = np.zeros(len(has_loss), dtype=np.float32)
+        of_rows[has_loss] = chosen[own]
+        computed.append(replace(micro_batch, is_chosen=micro_batch.at_rows(of_rows)))
+    return micro_batches.with_policy(computed), float(chosen.mean()) if len(chosen) else 0.0
 
 
 def sums_of(

@@ -26,6 +26,8 @@ CASES = {
     "bapo": PolicyObjective(gate="bapo"),
     "sapo": PolicyObjective(gate="soft"),
     "cispo": PolicyObjective(gate="weight", weight_max=1.05),
+    "clip-cov": PolicyObjective(gate="clip_cov", cov_share=0.2, cov_low=0.0, cov_high=0.5),
+    "kl-cov": PolicyObjective(gate="kl_cov", cov_share=0.1, cov_coef=0.5),
     "no-gate": PolicyObjective(gate="none"),
     "penalty": PolicyObjective(gate="none", old_kl_coef=0.7),
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
@@ -111,6 +113,24 @@ def test_bounds_are_searched_over_all_ranks(ranks):
         assert bounds["share_min"] == pytest.approx(alone["bapo/share_min"], rel=1e-3)
         assert bounds == area(split[0][0], "bapo") or found is alone
     assert 0.0 < alone["bapo/share_before"] < 0.9
+
+
+@pytest.mark.parametrize("gate", ["clip-cov", "kl-cov"])
+def test_tokens_are_chosen_over_all_ranks(ranks, gate):
+    """Per rank the share would be of fewer tokens; later updates need the log-probs of their own
+    weights."""
+    options = {"objective": CASES[gate]}
+    ((alone, later),) = steps(ranks, **options)
+    layout = {"data": 2, "context": 2, "tokens_per_micro_batch": 64, **OVERLAP}
+    split = steps(ranks, **layout, **options)
+    for found, _ in [(alone, None), *split]:
+        assert found["policy/ratio_first_max_error"] == 0.0
+        for name in ("policy/chosen_fraction", "tokens/trained"):
+            assert found[name] == alone[name]
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert found[name] == pytest.approx(alone[name], rel=1e-4)
+    assert alone["policy/chosen_fraction"] == pytest.approx(CASES[gate].cov_share, rel=0.1)
+    assert later["policy/loss"] != alone["policy/loss"]
 
 
 @pytest.mark.slow

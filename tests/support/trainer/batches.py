@@ -11,6 +11,8 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.pretraining import pack_pretraining
 
 VOCAB_SIZE = 150
+COVARIANCE_DRAW = (7, 1, 0)
+"""Seeds of the choice of tokens by gate "clip_cov"."""
 TEXT_COEF = 0.5
 
 

@@ -10,10 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megadapo.algorithm.bapo import BapoConfig, bapo_sums, search_bounds
+from megadapo.algorithm.covariance import choose_tokens
 from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import COVARIANCE_GATES, PolicyObjective
 from megadapo.algorithm.reference import policy_loss
 from megadapo.data.batch import PackedBatch
+from tests.support.trainer.batches import COVARIANCE_DRAW
 
 BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 """A grid over the few ratios of a tiny batch, and a target within it."""
@@ -158,6 +160,16 @@ def loss_and_gradients(
             ratios, (advantages * weights)[chosen], BAPO, dual_clip=objective.dual_clip
         )
         objective = search_bounds(sums.numpy(), BAPO).put_into(objective)
+    penalties = None
+    if objective.gate in COVARIANCE_GATES:
+        has_loss = (weights != 0).numpy()
+        numbers = (one.detach().numpy()[has_loss] for one in (logprob, old, advantages))
+        chosen = torch.zeros_like(weights)
+        chosen[weights != 0] = torch.from_numpy(
+            choose_tokens(*numbers, objective, draw=COVARIANCE_DRAW)
+        ).double()
+        penalties = objective.cov_coef * chosen if objective.gate == "kl_cov" else None
+        advantages = advantages * (1.0 - chosen) if objective.gate == "clip_cov" else advantages
     loss = policy_loss(
         logprob,
         old,
@@ -168,6 +180,7 @@ def loss_and_gradients(
         logprobs_ref=referred,
         entropy=entropy,
         importance_weights=stale,
+        penalties=penalties,
     )
     loss.backward()
     return loss.item(), gradients_by_name(model)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import COVARIANCE_GATES, PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.types import Metrics, Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
-from tests.support.trainer.batches import TEXT_COEF
+from tests.support.trainer.batches import COVARIANCE_DRAW, TEXT_COEF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +96,7 @@ def gradients_by_objective(
 
     With texts also `texts`: of these alone, and `ptx`: of them beside the default objective.
     """
-    from megadapo.trainer.update.step import find_bounds
+    from megadapo.trainer.update.step import find_bounds, with_chosen_tokens
 
     rank = build(rendezvous, settings)
     split, *_ = split_of(rank, batch)
@@ -119,6 +119,11 @@ def gradients_by_objective(
             bapo = settings.algorithm.bapo
             bounds = find_bounds(rank.chunks, head, old, bapo, is_first=True)
             head = replace(head, objective=bounds.put_into(objective))
+        if objective.gate in COVARIANCE_GATES:
+            tokens = batch.tokens_with_loss(0)
+            old, _ = with_chosen_tokens(
+                rank.chunks, head, old, tokens, draw=COVARIANCE_DRAW, is_first=True
+            )
         found[name] = gradients_under(rank, head, old)
     if pretraining is not None:
         (parts,) = rank.splitter.split_responses(pretraining)

@@ -81,6 +81,7 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
             "algorithm.pretraining.max_text_tokens = 65 does not fit",
         ),
         ({"kl_control": {"target": 0.1}}, "algorithm.kl_control.target: only the KL divergence in"),
+        ({"entropy_control": {"delta": 0.1}}, "algorithm.entropy_control.delta: read only with"),
         ({"kl_control": {"horizon": 5}}, "algorithm.kl_control.horizon: read only with"),
         ({"kl_control": {"rule": "doubling"}}, "algorithm.kl_control.rule: read only with"),
         (

@@ -66,6 +66,75 @@ def test_only_the_last_steps_count():
     assert run_warnings(healed, []) == []
 
 
+# fmt: off
+QUICKSTART = (
+    [0.222, 0.221, 0.222, 0.183, 0.181, 0.162, 0.128, 0.108, 0.100, 0.092, 0.087, 0.073, 0.077,
+     0.058, 0.061, 0.056, 0.047, 0.049, 0.048, 0.042, 0.048, 0.047, 0.037, 0.036, 0.039, 0.042,
+     0.037, 0.037, 0.035, 0.034],
+    [0.342, 0.330, 0.324, 0.409, 0.413, 0.492, 0.561, 0.640, 0.644, 0.661, 0.704, 0.754, 0.750,
+     0.822, 0.826, 0.838, 0.810, 0.899, 0.857, 0.851, 0.864, 0.861, 0.895, 0.889, 0.867, 0.898,
+     0.877, 0.880, 0.905, 0.871],
+)
+"""Entropy and accuracy of a run of configs/quickstart.toml, seed 1."""
+# fmt: on
+FALL = [0.6] * 10 + [0.5 - 0.04 * step for step in range(10)]
+FLAT = [0.40, 0.42, 0.38, 0.41] * 5
+
+
+def entropy_run(
+    entropy: Sequence[float | None], level: Sequence[float | None], name: str = "accuracy/mean"
+) -> list[MetricRecord]:
+    return [
+        {"step": step, "policy/entropy": own, name: value}
+        for step, (own, value) in enumerate(zip(entropy, level, strict=True), start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        (entropy_run(FALL, FLAT), "policy/entropy fell from 0.600 to 0.220 while"),
+        (entropy_run(FALL, FLAT, "reward/mean"), "policy/entropy fell from 0.600 to 0.220 while"),
+        (entropy_run([0.2] * 15 + [0.0] * 5, FLAT), "policy/entropy fell from 0.200 to 0.000"),
+        (
+            entropy_run([0.2] * 20 + [0.3] * 10 + [0.45] * 10, FLAT * 2),
+            "policy/entropy rose from 0.200 in steps 1 to 5 to 0.450 while the policy got no "
+            "better in steps 21 to 40",
+        ),
+    ],
+)
+def test_entropy_that_leaves_its_range_without_progress_is_warned_of(records, text):
+    [found] = run_warnings(records, [])
+    assert found.startswith(text)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        # too few steps, a fall that stays above half, a slow rise, one that pays
+        entropy_run(FALL[1:], FLAT[1:]),
+        entropy_run([0.6] * 10 + [0.31] * 10, FLAT),
+        entropy_run([0.2] * 20 + [0.39] * 20, FLAT * 2),
+        entropy_run([0.2] * 20 + [0.6] * 20, [*FLAT, *[0.4 + 0.01 * step for step in range(20)]]),
+        # nothing left to find
+        entropy_run(FALL, [0.93] * 20),
+        # unknown progress, and an entropy that was not measured
+        entropy_run(FALL, [None] * 20),
+        entropy_run(FALL, [math.nan] * 20),
+        entropy_run([None, math.nan] * 10, FLAT),
+    ],
+)
+def test_healthy_and_unmeasured_entropy_causes_none(records):
+    assert run_warnings(records, []) == []
+
+
+def test_quickstart_never_has_a_warning_although_its_entropy_falls_by_half():
+    records = entropy_run(*QUICKSTART)
+    assert [text for end in range(31) for text in run_warnings(records[:end], [])] == []
+    plateau = entropy_run(QUICKSTART[0], FLAT + FLAT[:10])
+    assert run_warnings(plateau[:24], []) != []
+
+
 def evaluations(
     *values: tuple[float | None, float | None], samples: int = 4, problems: Sequence[int] = (35, 35)
 ) -> list[EvaluationRecord]:

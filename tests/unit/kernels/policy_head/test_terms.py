@@ -40,6 +40,7 @@ def _terms_kernel(
     LOGPROBS_OLD,
     ADVANTAGES,
     IMPORTANCE_WEIGHTS,
+    PENALTIES,
     LOGPROBS_REF,
     LOSS,
     D_LOGPROBS,
@@ -60,6 +61,7 @@ def _terms_kernel(
         logprob_old=tl.load(LOGPROBS_OLD + row, mask=inside),
         advantage=tl.load(ADVANTAGES + row, mask=inside),
         importance_weight=tl.load(IMPORTANCE_WEIGHTS + row, mask=inside),
+        penalty=tl.load(PENALTIES + row, mask=inside),
         logprob_ref=tl.load(LOGPROBS_REF + row, mask=inside),
         numbers=numbers,
         SWITCHES=SWITCHES,
@@ -94,7 +96,12 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
     )
     if not uses_triton(values["logprobs"]):
         return policy_terms(values["logprobs"], values["entropy"], inputs, objective)
-    switches, numbers = describe_terms(objective, has_reference=True, has_importance_weights=True)
+    switches, numbers = describe_terms(
+        objective,
+        has_reference=True,
+        has_importance_weights=True,
+        has_penalties=inputs.penalties is not None,
+    )
     loss, d_logprobs, d_policy, ratio = torch.empty(4, len(inputs.advantages)).unbind()
     flags = torch.empty(len(loss), dtype=torch.uint8)
     _terms_kernel[(1,)](
@@ -103,6 +110,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
         LOGPROBS_OLD=inputs.logprobs_old,
         ADVANTAGES=inputs.advantages,
         IMPORTANCE_WEIGHTS=inputs.importance_weights,
+        PENALTIES=inputs.advantages if inputs.penalties is None else inputs.penalties,
         LOGPROBS_REF=inputs.logprobs_ref,
         LOSS=loss,
         D_LOGPROBS=d_logprobs,
@@ -184,6 +192,18 @@ def test_bapo_clips_at_its_bounds():
     got, expected = terms(values, searched), terms(values, PolicyObjective(**window))
     assert torch.equal(got.d_logprobs, expected.d_logprobs) and got.flags.any()
     check(values, searched)
+
+
+def test_penalty_of_chosen_tokens():
+    """At the old log-prob it has no gradient, beyond +-20 it is a constant."""
+    values = make_inputs(LOG_RATIOS, (0.0,))
+    values["penalties"] = torch.tensor([0.0, 0.5, 2.0]).repeat(len(values["logprobs"]))[::3].clone()
+    objective = PolicyObjective(gate="kl_cov", entropy_coef=0.02)
+    check(values, objective)
+    without = {name: value for name, value in values.items() if name != "penalties"}
+    changed = terms(values, objective).loss != terms(without, objective).loss
+    log_ratios = values["logprobs"] - values["logprobs_old"]
+    assert torch.equal(changed, (values["penalties"] * log_ratios) != 0)
 
 
 ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")

@@ -151,3 +151,13 @@ def test_rewards_and_kl_coefficient_are_the_alternatives_own():
     assert [one.kl_reward_coef for one in (own, factor, coef)] == [0.07, 0.07, 0.3]
     old_coefs = [one.algorithm.objective.old_kl_coef for one in (own, factor, coef)]
     assert old_coefs == [4.0, 4.0, 0.5]
+
+
+def test_entropy_bonus_is_the_recorded_one():
+    """An entropy target has moved the configured coefficient."""
+    config = quickstart("algorithm.entropy_control.target=0.3")
+    chosen = alternatives(config, ["algorithm.objective.entropy_coef=0.5"])
+    sampled = SimpleNamespace(groups=[overlong_group()], saved=[])
+    saved = SimpleNamespace(sampled=sampled, step=1, metrics={"entropy/coef": 0.0625})
+    found = [one.algorithm.objective.entropy_coef for one in _variants(saved, chosen)]
+    assert found == [0.0625, 0.5]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.entropy_control import EntropyControlConfig
 from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.cluster.calls import Watch
@@ -52,6 +53,29 @@ def test_critic_warmup_keeps_kl_coefficient():
     assert old_coefs == [0.4] * 3 + [0.8]
     state = trainer.state_dict()
     assert state["old_kl_control"] == {"coef": 1.6} and state["kl_control"]["coef"] < coefs[-1]
+
+
+def test_entropy_bonus_follows_the_entropy_of_the_step_before():
+    """The coefficient that a step reports is its own, not the next one's."""
+    results = [
+        replace(UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "policy/entropy": entropy})
+        for lr, entropy in ((0.0, 0.1), (1e-6, 0.2), (1e-6, 0.5), (1e-6, 0.5))
+    ]
+    requested, recorded = [], []
+
+    def update(request: UpdateRequest) -> UpdateResult:
+        requested.append(request.entropy_coef)
+        return results.pop(0)
+
+    algorithm = AlgorithmConfig(entropy_control=EntropyControlConfig(target=0.3, delta=0.25))
+    ranks: Any = SimpleNamespace(update=update, check_others=lambda: None)
+    trainer = StepTrainer(ranks, GpuSharing(ranks), algorithm)
+    for step in (1, 2, 3, 4):
+        metrics = trainer.update(random_batch([5]), step).metrics
+        recorded.append(metrics["entropy/coef"])
+        assert metrics["entropy/target"] == 0.3
+    assert requested == recorded == [0.0, 0.0, 0.25, 0.0]
+    assert trainer.state_dict()["entropy_control"] == {"coef": 0.0, "entropy": 0.5}
 
 
 @pytest.mark.parametrize("checks", [True, False])

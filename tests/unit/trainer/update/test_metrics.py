@@ -49,7 +49,7 @@ def sums(changes: Mapping[str, float] | None = None) -> Sums:
 def step_of(mini_batches: list[Sums], **changes):
     usual = {"grad_norms": [1.0], "lr": 1e-6, "num_mini_batches": len(mini_batches)}
     usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "num_left_out": None}
-    usual |= {"bounds": (), "kl_coef": 0.0, "old_kl_coef": 0.0}
+    usual |= {"bounds": (), "chosen_shares": (), "kl_coef": 0.0, "old_kl_coef": 0.0}
     return summarize(mini_batches, **(usual | changes))
 
 
