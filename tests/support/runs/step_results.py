@@ -3,7 +3,10 @@
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.trainer.types import Metrics, UpdateResult
 
-AREAS = ("policy/", "parity/", "staleness/", "bapo/", "kl/", "pretraining/", "critic/", "experts/")
+AREAS = (
+    *("policy/", "entropy/", "parity/", "staleness/", "bapo/", "kl/", "pretraining/", "critic/"),
+    "experts/",
+)
 """Prefixes of the metrics that the trainer measures, beside tokens/trained."""
 
 UPDATE = UpdateResult(

@@ -126,8 +126,8 @@ def test_searched_bounds_are_means_and_the_smallest_share():
 def test_every_metric_of_the_trainer_is_given():
     critic = critic_sums(np.ones(1), np.zeros(1))
     found = step_of([sums()]) | summarize_critic([critic], grad_norms=[], lr=0.0)
-    # the probe compares with the engines, which the trainer does not know
-    others = ("experts/", "parity/probe_")
+    # the probe compares with the engines, and the driver steers the entropy
+    others = ("experts/", "parity/probe_", "entropy/")
     expected = {name for name in UPDATE.metrics if not name.startswith(others)}
     assert found.keys() == expected
 
