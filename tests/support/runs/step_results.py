@@ -28,3 +28,7 @@ UPDATE = UpdateResult(
 def area(metrics: Metrics, name: str) -> Metrics:
     """Metrics with the prefix, without it."""
     return {key[len(name) + 1 :]: metrics[key] for key in metrics if key.startswith(f"{name}/")}
+
+
+FIRST_KL: Metrics = {"mean": 0.0, "max": 0.0, "from_old": None, "old_coef": None}
+"""Metrics kl/* but the coefficient, where the policy is the reference and has no penalty."""

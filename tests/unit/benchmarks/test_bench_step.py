@@ -88,7 +88,9 @@ def test_smaller_batches_of_trl_make_the_same_updates(tmp_path):
 
 def test_task_that_trl_cannot_score_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"TRL's side of the benchmark has reward.rule alone"):
-        settings_of(tmp_path, 'reward.functions=["rule", "length"]')
+        settings_of(
+            tmp_path, 'reward.functions=["rule", {function = "length", options = {max_tokens = 8}}]'
+        )
 
 
 def test_sides_alternate_and_neither_is_always_first():
