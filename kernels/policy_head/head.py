@@ -112,17 +112,14 @@ def policy_head_loss(
             accumulated in fp32, into `weight.main_grad` if the parameter has one.
         targets: [T] token ids over the whole vocabulary.
         logprobs_old: [T], for a sequence ratio those of `importance.sequence_log_ratios`. A token
-            is dropped and counted if this, its importance weight or its reference log-prob is not
-            finite.
-        advantages: [T].
+            whose log-probs or importance weight are not finite is dropped and counted.
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
         importance_weights: [T] factor on each token's policy term.
         penalties: [T] coefficients of |log-prob - old log-prob| in it, of gate "kl_cov".
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, targets are outside the vocabulary, or
-            advantages or loss weights are not finite.
+        ValueError: shapes, dtypes, devices or targets do not fit, or an input is not finite.
     """
     if objective.kl_loss_coef != 0.0 and logprobs_ref is None:
         raise ValueError(f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing")
@@ -136,8 +133,8 @@ def policy_head_loss(
     )
     call = plan_call(hidden, weight, targets, options, inputs)
     inputs = inputs.map(call.take)
-    needs_grad = torch.is_grad_enabled()
-    loss, *rows = _policy_head(hidden.contiguous(), weight, call, inputs, objective, needs_grad)
+    arguments = call, inputs, objective, torch.is_grad_enabled()
+    loss, *rows = _policy_head(hidden.contiguous(), weight, *arguments)
     return _head_output(loss, RowOutputs(*rows), call, inputs)
 
 

@@ -253,14 +253,13 @@ def logprob_rows_kernel(
     num_valid: tl.tensor,
     vocab_start: tl.tensor,
     inv_temperature: tl.tensor,
-    WRITES_OUTPUTS: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
+    WRITES_GRAD: tl.constexpr,  # in place of the outputs
     HAS_ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     maximum, log_total, logprob, entropy, distance = _merge_row(STATS, row, num_rows, num_shards)
-    if WRITES_OUTPUTS:
+    if not WRITES_GRAD:
         tl.store(LOGPROBS + row, logprob)
         tl.store(ENTROPY + row, entropy)
         tl.store(DISTANCE + row, distance)
@@ -365,7 +364,6 @@ def logprob_rows_triton(
         DISTANCE=distance,
         D_LOGPROBS=stats,  # not loaded
         D_ENTROPY=stats,  # not loaded
-        WRITES_OUTPUTS=True,
         WRITES_GRAD=False,
         HAS_ENTROPY_GRAD=False,
     )
@@ -382,7 +380,6 @@ def logprob_grad_rows_triton(
         DISTANCE=stats,  # not written
         D_LOGPROBS=d_logprobs,
         D_ENTROPY=stats if d_entropy is None else d_entropy,
-        WRITES_OUTPUTS=False,
         WRITES_GRAD=True,
         HAS_ENTROPY_GRAD=d_entropy is not None,
     )

@@ -82,11 +82,8 @@ def check_run(
         has_values: whether the run trains a reward model, so that model.path may be one.
         has_engines: whether the run generates.
 
-    Returns:
-        Warnings about the configuration, and a message about everything that was not checked.
-
-    Raises:
-        MegadapoError: an error of the first problem's type that lists all problems.
+    Return warnings about the configuration, and a message about everything that was not checked.
+    Raise an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
     warnings, policy = config.warnings(), None

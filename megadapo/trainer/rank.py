@@ -182,20 +182,15 @@ class TrainerRank(TrainedModel):
     def _update_policy(
         self, request: UpdateRequest, split: list[MiniBatch], order: Sequence[int], kl_coef: float
     ) -> tuple[list[MiniBatch], Metrics]:
-        """Apply the policy's updates, until it diverges; `order`: the mini-batch of each.
-
-        Returns:
-            The mini-batches with what their first update computed, and the policy's metrics.
-        """
+        """Apply the policy's updates, until it diverges, and return their metrics; `order`: the
+        mini-batch of each. Return the mini-batches too, with what their first update computed."""
         batch, algorithm = request.batch, self.settings.algorithm
         lr, lengths = self.settings.lr_at(request.step), np.diff(batch.cu_seqlens)
         pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         split, num_left_out = list(split), 0
-        moved = {"old_kl_coef": request.old_kl_coef, "entropy_coef": request.entropy_coef}
-        moved = {name: coef for name, coef in moved.items() if coef is not None}
-        head = replace(self.head, objective=algorithm.objective.model_copy(update=moved))
+        head = self._head_of_step(request)
         measured: list[Sums] = []
         grad_norms: list[float] = []
         bounds: list[BapoBounds] = []
@@ -233,6 +228,13 @@ class TrainerRank(TrainedModel):
             kl_coef=algorithm.objective.kl_loss_coef + kl_coef,
             old_kl_coef=head.objective.old_kl_coef,
         )
+
+    def _head_of_step(self, request: UpdateRequest) -> PolicyHead:
+        """Return the head with the coefficients that the driver moves from step to step."""
+        moved = {"old_kl_coef": request.old_kl_coef, "entropy_coef": request.entropy_coef}
+        known = {name: coef for name, coef in moved.items() if coef is not None}
+        objective = self.settings.algorithm.objective.model_copy(update=known)
+        return replace(self.head, objective=objective)
 
     def _head_of_update(
         self, head: PolicyHead, mini_batch: MiniBatch, bounds: list[BapoBounds]

@@ -149,7 +149,6 @@ COMPILE_CASES = (
             **_GRAD_TILE,
         },
         constants={
-            "WRITES_OUTPUTS": False,
             "WRITES_GRAD": True,
             "HAS_ENTROPY_GRAD": True,
             "BLOCK": 4096,

@@ -175,7 +175,8 @@ def compare(
     with trainer_alone(config, settings) as trainer:
         if before is not None:
             trainer.load(before.trainer_folder, before.files)
-        measured, current, gradients = _measure(trainer, variants, step, None)
+        found = _measure(trainer, variants, step, None)
+        _, current, _ = found
         known = saved_logprobs(config, saved, variants[0].batch)
         notes = [*_notes(config, saved, before, np.abs(known - current.logprobs))]
         if obstacle is not None:
@@ -184,52 +185,54 @@ def compare(
                 f"checkpoint, and its updates cannot be repeated, because {obstacle}."
             )
         title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
-        yield WhatIfComparison(
-            title=title,
-            objectives=list(zip(names, measured, strict=True)),
-            notes=notes,
-            sizes=_sizes(names, variants, gradients, current.logprobs),
-        )
+        yield _comparison(title, names, variants, found, notes)
         if obstacle is not None:
             return
         if after is not None:
             trainer.load(after.trainer_folder, after.files)
             source = "its checkpoint"
         else:
-            own = variants[0]
-            trainer.update(
-                UpdateRequest(
-                    batch=own.batch,
-                    policy_version=step - 1,
-                    step=step,
-                    kl_reward_coef=own.kl_reward_coef,
-                    old_kl_coef=own.algorithm.objective.old_kl_coef,
-                    entropy_coef=own.algorithm.objective.entropy_coef,
-                )
-            )
+            _repeat_updates(trainer, variants[0], step)
             source = "its updates, repeated here"
         old = np.where(np.isfinite(known), known, current.logprobs)
-        measured, now, gradients = _measure(trainer, variants, step, replace(current, logprobs=old))
+        found = _measure(trainer, variants, step, replace(current, logprobs=old))
         title = f"after the updates of step {step}, with the old log-probs from before them"
-        yield WhatIfComparison(
-            title=title,
-            objectives=list(zip(names, measured, strict=True)),
-            notes=[f"These weights are from {source}."],
-            sizes=_sizes(names, variants, gradients, now.logprobs),
-        )
+        yield _comparison(title, names, variants, found, [f"These weights are from {source}."])
 
 
-def _sizes(
+def _comparison(
+    title: str,
     names: Sequence[str],
     variants: Sequence[Variant],
-    gradients: TokenGradients,
-    logprobs: np.ndarray,
-) -> list[tuple[str, GradientSizes]]:
-    found = (
-        gradient_sizes(d_policy, gradients.distance, logprobs, variant.batch)
+    found: tuple[list[Measured], OldNumbers, TokenGradients],
+    notes: Sequence[str],
+) -> WhatIfComparison:
+    """Return the comparison of what `_measure` returned."""
+    measured, numbers, gradients = found
+    sizes = (
+        gradient_sizes(d_policy, gradients.distance, numbers.logprobs, variant.batch)
         for variant, d_policy in zip(variants, gradients.d_policy, strict=True)
     )
-    return list(zip(names, found, strict=True))
+    return WhatIfComparison(
+        title=title,
+        objectives=list(zip(names, measured, strict=True)),
+        notes=notes,
+        sizes=list(zip(names, sizes, strict=True)),
+    )
+
+
+def _repeat_updates(trainer: Trainer, own: Variant, step: int) -> None:
+    objective = own.algorithm.objective
+    trainer.update(
+        UpdateRequest(
+            batch=own.batch,
+            policy_version=step - 1,
+            step=step,
+            kl_reward_coef=own.kl_reward_coef,
+            old_kl_coef=objective.old_kl_coef,
+            entropy_coef=objective.entropy_coef,
+        )
+    )
 
 
 def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:

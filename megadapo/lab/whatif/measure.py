@@ -81,14 +81,7 @@ def measure(
             chunk.zero_grad_buffer()
         outputs.append(run_schedule(rank.chunks, work, forward_only=False))
         rank.optimizer.prepare_grads()
-        gradients.append(
-            [
-                []
-                if part.is_stub_optimizer
-                else [grad.detach().clone() for grad in grads_of_norm(part)]
-                for part in rank.optimizer.chained_optimizers
-            ]
-        )
+        gradients.append(_gradient(rank))
         norms.append(float(rank.optimizer.get_grad_norm()))
     squares = [dot(rank, gradient, gradient) for gradient in gradients]
     products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
@@ -114,6 +107,14 @@ def measure(
     logprobs, distance = (_first_known(computed[name]) for name in ("logprobs", "distance"))
     old_numbers = OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
     return found, old_numbers, TokenGradients(d_policy=computed["d_policy"], distance=distance)
+
+
+def _gradient(rank: TrainerRank) -> Gradient:
+    """Copy the gradient in the buffers, which are summed over ranks."""
+    return [
+        [] if part.is_stub_optimizer else [grad.detach().clone() for grad in grads_of_norm(part)]
+        for part in rank.optimizer.chained_optimizers
+    ]
 
 
 def _measured(variant: Variant, sums: Sums, norm: float, cosine: float | None) -> Measured:

@@ -210,11 +210,9 @@ def summarize(
     Args:
         num_mini_batches: number of updates of a pass.
         num_left_out: updates left out for `algorithm.max_kl`; the first of them is measured.
-        grad_norms: of the applied updates.
-        chosen_shares: shares of the tokens that "clip_cov" or "kl_cov" chose for each update.
+        chosen_shares: shares of tokens chosen by covariance, by update.
         version_gaps: publications between sampling and training, of each token of the step.
-        kl_coef: coefficient of the KL divergence to the reference, in the loss or the reward.
-        old_kl_coef: coefficient of the old policy's KL divergence, in the loss.
+        kl_coef: of the reference, in the loss or the reward; old_kl_coef: of the old policy.
     """
     step = Sums.merged(mini_batches)
     num_applied = len(mini_batches) - bool(num_left_out)

@@ -213,11 +213,9 @@ def with_chosen_tokens(
     """Return the mini-batch with the choice of gate "clip_cov" or "kl_cov", and its share.
 
     Collective. Every rank gets the numbers of all tokens in the order of the batch, so the choice
-    has the same bits at every split that gives the log-probs the same bits.
-
-    Args:
-        tokens: places in the batch of the mini-batch's tokens with a loss, ascending.
-        draw, is_first: as for `choose_tokens` and `find_bounds`.
+    has the same bits at every split that gives the log-probs the same bits. `tokens`: places in the
+    batch of the mini-batch's tokens with a loss, ascending. `draw` and `is_first` are those of
+    `choose_tokens` and `find_bounds`.
     """
     current = [one.proximal for one in micro_batches if one.proximal is not None]
     if not is_first:
