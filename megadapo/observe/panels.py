@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from megadapo.observe.metrics.names import DECLARED, METRICS, Panel
+from megadapo.observe.metrics.names import DECLARED, METRICS
+from megadapo.observe.metrics.panel import Panel
 
 HELD_OUT = "evaluations"
 """Name that stands for held-out evaluations among measured metrics."""

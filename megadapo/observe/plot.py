@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.observe.files import replaced
-from megadapo.observe.metrics.names import Panel
+from megadapo.observe.metrics.panel import Panel
 from megadapo.observe.panels import HELD_OUT, sections_with_values
 from megadapo.observe.run_records import RunRecords
 from megadapo.observe.tables import count

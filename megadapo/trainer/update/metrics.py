@@ -40,7 +40,7 @@ class Sums(dict[str, float]):
     """Sums and maxima of one mini-batch, of one rank or all, or of a step, by name.
 
     The names are those of metrics, and of the counts that these are divided by. The declaration of
-    a metric says what becomes of its sum (`observe/metrics/names.py:Metric`).
+    a metric says what becomes of its sum (`observe/metrics/panel.py:Metric`).
     """
 
     def __init__(self, names: Iterable[str] = POLICY_SUMS) -> None:
