@@ -125,6 +125,7 @@ class WeightReceiver:
             if delta.checksums:
                 self._sums = dict(zip(self._plan.transfers, delta.checksums, strict=True))
         self.version = None
+        self._is_left_out = False
         self._missing = Counter(self._expected)
         self._open: dict[str, torch.Tensor] = {}
         self._copied: dict[str, list[tuple[SliceKey, Copy]]] = {}
@@ -148,19 +149,23 @@ class WeightReceiver:
         """Copy this rank's slices out of every bucket of a round.
 
         Returns:
-            False if a trainer rank has ended. The driver knows why; the update stays incomplete.
+            False if a trainer rank has ended or left out this engine rank. The driver knows why;
+            the update stays incomplete.
         """
         own = self._rounds.get(round_number, [])
         messages = [placed for _, placed in own]
         if not self._inbox.wait(messages):
             return False
         contents = self._inbox.receive(round_number, messages)
-        for (first, placed), received in zip(own, contents, strict=True):
-            if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
-                self._change(received, placed.transfer)
-            else:
-                self._replace(received, placed.transfer, round_number, first)
-        return True
+        try:
+            for (first, placed), received in zip(own, contents, strict=True):
+                if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
+                    self._change(received, placed.transfer)
+                else:
+                    self._replace(received, placed.transfer, round_number, first)
+        except ConnectionError:
+            self._is_left_out = True
+        return not self._is_left_out
 
     def _own_rounds(self, schedule: Schedule) -> dict[int, list[tuple[int, PlacedTransfer]]]:
         """Return round -> this rank's transfers by wave, each with its first slice number."""
@@ -256,7 +261,9 @@ class WeightReceiver:
             raise WeightError(f"Checksums of trainer and engine differ for {', '.join(wrong[:5])}.")
 
     def finish(self) -> None:
-        """Raise WeightError if a parameter is incomplete."""
+        """Raise WeightError if a parameter is incomplete or may have bits of a later round."""
+        if self._is_left_out:
+            raise WeightError("A trainer rank has ended, or left out this engine rank as too slow.")
         missing = [name for name, count in self._missing.items() if count]
         if missing:
             raise WeightError(f"Incomplete weight update: {', '.join(missing[:5])}.")

@@ -331,7 +331,7 @@ def test_engine_restarted_during_an_update_waits_for_its_end(endless):
     publisher = Publisher([], endless, config, tensor_parallel=1, dtype=torch.float32)
     with waiting(endless):
         with endless.publishing():
-            publisher._target(endless.updatable())
+            publisher._targets = publisher._incarnations(endless.updatable())
             before = endless.incarnation(1)
             os.kill(actor_pid(endless, 1), signal.SIGKILL)
             wait_until(lambda: endless.incarnation(1) != before and len(endless.updatable()) == 3)

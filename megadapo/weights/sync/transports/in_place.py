@@ -249,20 +249,18 @@ class InPlaceInbox:
         return all(_is_told(self._senders[number]) for number in senders)
 
     def receive(self, round_number: int, messages: Sequence[Message]) -> Iterator[torch.Tensor]:
-        """Yield the bytes of each message, then tell the trainer ranks that they are read."""
+        """Yield the bytes of each message, then tell the trainer ranks that they are read.
+
+        Raises ConnectionError if one has ended or left out this engine rank: it may have filled the
+        bucket again.
+        """
         for message in messages:
             bucket = self._memory[message.sender][round_number % NUM_BUCKETS]
             yield bucket.narrow(0, message.offset, message.num_bytes)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for number in dict.fromkeys(message.sender for message in messages):
-            try:
-                self._senders[number].send(TURN)
-            except OSError as error:
-                # the sender may have filled the bucket for a later round already
-                raise InfraError(
-                    f"Trainer rank {number} left out this engine rank: {error}"
-                ) from None
+            self._senders[number].send(TURN)
 
     def close(self) -> None:
         """Leave the trainer ranks, so that none waits for this one, and release the buckets."""
