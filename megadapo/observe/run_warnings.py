@@ -56,6 +56,7 @@ def run_warnings(
         ),
         _failures(recent),
         _entropy(records),
+        _bapo(records),
     )
     return [text for text in found if text is not None]
 
@@ -154,6 +155,24 @@ def _entropy(records: Sequence[MetricRecord]) -> str | None:
             "or entropy_coef, or a lower algorithm.entropy_control.target"
         )
     return None
+
+
+def _bapo(records: Sequence[MetricRecord]) -> str | None:
+    """Return a warning if BAPO's bounds never moved, or were at their ends in every update."""
+    low, high, before, after = (
+        [_value(one, f"bapo/{name}") for one in records]
+        for name in ("clip_low", "clip_high", "share_before", "share")
+    )
+    constant = all(math.isclose(a, b[0]) for b in (low, high) for a in b)
+    if len(records) < RECENT_STEPS or not constant:
+        return None
+    return (
+        f"BAPO's bounds were {low[0]:g} and {high[0]:g} in every update of {_span(records)} (share "
+        f"of positive tokens {fmean(before):.2f} before its search, {fmean(after):.2f} after it). "
+        "A share above algorithm.bapo.target_share needs no move: set "
+        'algorithm.bapo.statistic = "logit_share" or a higher target. One below is out of reach: '
+        "set a lower target or wider algorithm.bapo.low and high"
+    )
 
 
 def _improves(window: Sequence[MetricRecord]) -> bool:

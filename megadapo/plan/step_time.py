@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megadapo.algorithm.objective import TOKEN_GATES
 from megadapo.config import RunConfig
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
@@ -45,7 +46,10 @@ def train_seconds(
     # old and reference log-probs, then a forward and backward pass for each pass over the batch
     is_one_update = num_sequences <= algorithm.responses_per_mini_batch
     is_shared = is_one_update and not (algorithm.reads_old_policy or model.shape.num_experts)
-    num_forwards = (not is_shared) + (algorithm.objective.kl_coef != 0.0)
+    num_forwards = float(not is_shared) + (algorithm.objective.kl_coef != 0.0)
+    if algorithm.objective.gate in TOKEN_GATES:
+        # a pass before each update but the first, which knows its ratios
+        num_forwards += algorithm.passes - algorithm.responses_per_mini_batch / num_sequences
     flops = num_forwards * forward + algorithm.passes * update
     share = EXPERT_TRAIN_SHARE if model.shape.num_experts else TRAIN_SHARE
     seconds = num_sequences * responses.mean_sequence * flops / (share * card.flops)

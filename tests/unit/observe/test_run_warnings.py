@@ -128,6 +128,32 @@ def test_healthy_and_unmeasured_entropy_causes_none(records):
     assert run_warnings(records, []) == []
 
 
+def bapo(num_steps: int, **values: float | None) -> list[MetricRecord]:
+    names = {"clip_low": 0.6, "clip_high": 1.2, "share_before": 0.75, "share": 0.75} | values
+    return steps(num_steps, **{f"bapo/{name}": value for name, value in names.items()})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({}, "BAPO's bounds were 0.6 and 1.2 in every update of steps 1 to 10"),
+        ({"clip_low": 0.9, "clip_high": 3.0, "share": 0.8}, "before its search, 0.80 after it"),
+    ],
+)
+def test_bounds_of_bapo_that_never_move_are_warned_of(values, text):
+    """The run would be taken for BAPO, and be one with fixed bounds."""
+    [found] = run_warnings(bapo(10, **values), [])
+    assert text in found
+
+
+@pytest.mark.parametrize(
+    "records",
+    [bapo(9), bapo(9) + bapo(1, clip_high=1.25), bapo(10, clip_low=None)],
+)
+def test_bounds_that_move_or_are_not_measured_cause_no_warning(records):
+    assert run_warnings(records, []) == []
+
+
 def test_quickstart_never_has_a_warning_although_its_entropy_falls_by_half():
     records = entropy_run(*QUICKSTART)
     assert [text for end in range(31) for text in run_warnings(records[:end], [])] == []

@@ -323,6 +323,7 @@ def test_dry_run_on_gpus_checks_memory(capsys):
         ((), 4),
         (("algorithm.responses_per_mini_batch=2048",), 3),
         (("algorithm.responses_per_mini_batch=2048", "algorithm.objective.kl_coef=0.1"), 5),
+        (('algorithm.objective.gate="kl_cov"', "algorithm.responses_per_mini_batch=512"), 4.75),
     ],
 )
 def test_one_update_a_step_computes_its_own_old_logprobs(changes, passes):
