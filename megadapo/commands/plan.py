@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
@@ -32,6 +33,11 @@ def add(commands: Commands) -> None:
         metavar="GIB",
         help="main memory of a trainer's node (default 2048); a warning says if it may not suffice",
     )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="instead: the longest sequence of each published model on one GPU of each kind",
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,8 +46,8 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
     parser.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
-        metavar="H100-80G|H200|A100-80G",
-        help=f"{purpose} (default {DEFAULT_GPU})",
+        metavar="CARD",
+        help=f"{purpose}, such as H200 or RTX-4090 (default {DEFAULT_GPU})",
     )
 
 
@@ -56,6 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.trainer.model.model_layout import validate_model_layout
     from megadapo.weights.layout.layout import ModelLayout
 
+    if arguments.fit:
+        print(_fit_table(arguments.config, arguments.overrides))
+        return 0
     config, card = load_config(arguments.config, arguments.overrides), card_of(arguments.gpu)
     models = models_of(config)
     # these name the keys if trainer or engines cannot split the model
@@ -111,6 +120,31 @@ def card_of(name: str) -> Card:
     if name.upper() not in CARDS:
         raise ConfigError(f"--gpu {name}: choose one of {', '.join(CARDS)}")
     return CARDS[name.upper()]
+
+
+def _fit_table(recipe: str, overrides: Sequence[str]) -> str:
+    """Return the longest sequences with a recipe's keys: a row per card, a column per model."""
+    from megadapo.config import load_config
+    from megadapo.models.folder import published_models
+    from megadapo.observe.tables import TextTable
+    from megadapo.plan.cards import CARDS
+    from megadapo.plan.fit import ON_ONE, longest_on_one
+    from megadapo.plan.phases import models_of
+    from megadapo.plan.ranks import engine_bytes
+
+    found = []
+    for name in published_models():
+        config = load_config(recipe, [*overrides, *ON_ONE, f"model.path={name}"])
+        models = models_of(config)
+        weights = engine_bytes(config, models.policy, card_of(DEFAULT_GPU)).weights
+        found.append((weights, name, config, models))
+    found.sort(key=lambda one: one[0])
+    rows = []
+    for card in CARDS.values():
+        longest = [longest_on_one(config, models, card) for *_, config, models in found]
+        rows.append([card.name, *(f"{tokens:,}" if tokens else "-" for tokens in longest)])
+    title = "longest sequence in tokens on one GPU, with the optimizer in main memory"
+    return TextTable(title=title, head=["", *(name for _, name, *_ in found)], rows=rows).text()
 
 
 def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:

@@ -12,7 +12,7 @@ MAIN_MEMORY_GIB = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One GPU model in a node of eight, by its data sheet."""
+    """One GPU model, by its data sheet, in a node of eight if it has links to other GPUs."""
 
     name: str
     device: str
@@ -20,41 +20,51 @@ class Card:
     memory_bytes: int
     """Total memory as torch reports it."""
     flops: float
-    """Dense bf16 FLOP/s."""
+    """Dense bf16 FLOP/s, summed in fp32."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
     """Bytes per second and direction between GPUs of a node."""
     network_bandwidth: float = 50e9
-    """Bytes per second and direction of the GPU's own 400 Gb/s network card."""
+    """Bytes per second and direction of the GPU's share of the node's network, which no data sheet
+    has: 400 Gb/s beside H100 to B200, 200 beside A100 and L40S, 10 in a workstation."""
 
 
-H100 = Card(
-    name="H100-80G",
-    device="NVIDIA H100 80GB HBM3",
-    memory_bytes=int(79.1 * GIB),
-    flops=989e12,
-    memory_bandwidth=3.35e12,
-    link_bandwidth=450e9,
+def _card(
+    name: str,
+    device: str,
+    gib: float,
+    tflops: float,
+    terabytes: float,
+    link_gigabytes: float,
+    network_gigabytes: float,
+) -> Card:
+    return Card(
+        name=name,
+        device=f"NVIDIA {device}",
+        memory_bytes=int(gib * GIB),
+        flops=tflops * 1e12,
+        memory_bandwidth=terabytes * 1e12,
+        link_bandwidth=link_gigabytes * 1e9,
+        network_bandwidth=network_gigabytes * 1e9,
+    )
+
+
+_ALL = (
+    _card("H100-80G", "H100 80GB HBM3", 79.1, 989, 3.35, 450, 50),
+    _card("H200", "H200", 139.8, 989, 4.8, 450, 50),
+    _card("B200", "B200", 178.4, 2250, 8.0, 900, 50),
+    _card("A100-80G", "A100-SXM4-80GB", 79.1, 312, 2.04, 300, 25),
+    _card("A100-40G", "A100-SXM4-40GB", 39.4, 312, 1.555, 300, 25),
+    _card("L40S", "L40S", 44.4, 362, 0.864, 32, 25),
+    _card("A6000", "RTX A6000", 47.5, 155, 0.768, 32, 1.25),
+    _card("RTX-5090", "GeForce RTX 5090", 31.4, 209, 1.79, 64, 1.25),
+    _card("RTX-4090", "GeForce RTX 4090", 23.6, 165, 1.01, 32, 1.25),
+    _card("RTX-3090", "GeForce RTX 3090", 23.6, 71, 0.936, 32, 1.25),
 )
-H200 = Card(
-    name="H200",
-    device="NVIDIA H200",
-    memory_bytes=int(139.8 * GIB),
-    flops=989e12,
-    memory_bandwidth=4.8e12,
-    link_bandwidth=450e9,
-)
-A100 = Card(
-    name="A100-80G",
-    device="NVIDIA A100-SXM4-80GB",
-    memory_bytes=int(79.1 * GIB),
-    flops=312e12,
-    memory_bandwidth=2.04e12,
-    link_bandwidth=300e9,
-    network_bandwidth=25e9,
-)
-CARDS = {card.name: card for card in (H100, H200, A100)}
+CARDS = {card.name: card for card in _ALL}
+"""The cards by name. PCIe has 32 GB/s, or 64 with its fifth version."""
+H100, H200 = CARDS["H100-80G"], CARDS["H200"]
 
 
 def card_of(device: str) -> Card | None:

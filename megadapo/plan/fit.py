@@ -24,6 +24,25 @@ STEP_TOKENS = 256
 """Precision of the longest sequence, in tokens."""
 WITH_BUDGET = ("start engines", "rollout", "restart engine")
 """Phases with rollout.gpu_memory_utilization of the card."""
+ON_ONE = (
+    "cluster.device=cuda",
+    "cluster.placement=colocated",
+    "model.dtype=bfloat16",
+    "rollout.num_engines=1",
+    "rollout.tensor_parallel=1",
+    "trainer.tensor_parallel=1",
+    "trainer.pipeline_parallel=1",
+    "trainer.context_parallel=1",
+    "trainer.data_parallel=1",
+    "trainer.sequence_parallel=false",
+    'trainer.recompute="full"',
+    'trainer.offload=["gradients", "optimizer", "parameters"]',
+    "trainer.optimizer.cpu_offload_fraction=1.0",
+)
+"""Overrides for the least memory on one GPU, which trainer and engine share: layers are recomputed,
+and the optimizer's state is in main memory."""
+ENGINE_SHARES = (0.3, 0.5, 0.7, 0.85)
+"""Values of rollout.gpu_memory_utilization to try."""
 CROWDED = 0.95
 """Share of a card above which a phase gets a warning, because the estimates are not exact."""
 
@@ -120,17 +139,33 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
     return low * STEP_TOKENS, "the trainer's memory"
 
 
+def longest_on_one(config: RunConfig, models: Models, card: Card) -> int:
+    """Return the longest sequence with which a recipe `ON_ONE` GPU trains; 0 if none fits."""
+    found = [0]
+    for share in ENGINE_SHARES:
+        rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
+        own = config.model_copy(update={"rollout": rollout})
+        longest, _ = largest_sequence(own, models, card)
+        if not overflows(gpu_kinds(_with_length(own, longest), models, card), card):
+            found.append(longest)
+    return max(found)
+
+
 def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
     """Return whether a micro-batch of one sequence with `num_tokens` tokens fits."""
+    over = overflows(gpu_kinds(_with_length(config, num_tokens), models, card), card)
+    return not any(phase.name == "train" for _, phase in over)
+
+
+def _with_length(config: RunConfig, num_tokens: int) -> RunConfig:
+    """Return the recipe with this longest sequence, and one such sequence in a micro-batch."""
     response = max(1, num_tokens - config.data.max_prompt_tokens)
-    longer = config.model_copy(
+    return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"max_response_tokens": response}),
             "trainer": config.trainer.model_copy(update={"tokens_per_micro_batch": num_tokens}),
         }
     )
-    over = overflows(gpu_kinds(longer, models, card), card)
-    return not any(phase.name == "train" for _, phase in over)
 
 
 def _advised(

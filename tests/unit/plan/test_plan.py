@@ -13,7 +13,7 @@ from megadapo.errors import DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, published_models
 from megadapo.plan.cards import CARDS, GIB, H100, H200
-from megadapo.plan.fit import largest_sequence, overflows, problems, warnings
+from megadapo.plan.fit import ENGINE_SHARES, ON_ONE, largest_sequence, overflows, problems, warnings
 from megadapo.plan.phases import (
     GpuKind,
     gpu_kinds,
@@ -39,6 +39,9 @@ from megadapo.weights.layout.layout import ModelLayout
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
 SIZES = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
@@ -202,6 +205,32 @@ def test_largest_sequence_is_the_largest():
     assert largest_sequence(config, models, H200)[0] > largest
 
 
+def test_fit_names_the_longest_sequence_on_one_card(capsys):
+    """Catches a table whose lengths do not fit, or that leaves memory unused."""
+    assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--fit"]) == 0
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    found = {
+        card: dict(zip(head.split(), longest, strict=True))
+        for card, *longest in map(str.split, rows)
+    }
+    assert found.keys() == CARDS.keys()
+    assert found["A100-40G"]["Qwen2.5-7B"] == found["B200"]["Qwen2.5-32B"] == "-"
+    longest = int(found["RTX-4090"]["Qwen2.5-1.5B"].replace(",", ""))
+
+    def fits(num_tokens: int, share: float) -> bool:
+        sizes = (
+            f"rollout.max_response_tokens={num_tokens - 2048}",
+            f"trainer.tokens_per_micro_batch={num_tokens}",
+            f"rollout.gpu_memory_utilization={share}",
+            "model.path=Qwen2.5-1.5B",
+        )
+        own = recipe("qwen2.5-7b", *ON_ONE, *sizes)
+        return problems(own, models_of(own), CARDS["RTX-4090"]) == []
+
+    assert any(fits(longest, share) for share in ENGINE_SHARES)
+    assert not any(fits(longest + 512, share) for share in ENGINE_SHARES)
+
+
 def test_separate_engines_are_a_kind_of_gpu():
     config = recipe("qwen2.5-32b", "cluster.placement=separate")
     *trainers, engine = kinds_of(config)
@@ -286,7 +315,7 @@ def test_unknown_model_is_named():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "H101"], "choose one of H100-80G, H200, A100-80G"),
+        (["--gpu", "H101"], "choose one of H100-80G, H200, B200, A100-80G, "),
         (["--nodes", "15"], "128 GPUs are 16 nodes"),
         (["--nodes", "0"], "128 GPUs are 16 nodes"),
         (["--rollout.tensor_parallel=3"], "num_attention_heads"),
@@ -299,7 +328,11 @@ def test_impossible_plan_is_refused(arguments, message, capsys):
 
 @pytest.mark.parametrize("gpu", [name.lower() for name in CARDS])
 def test_every_card_has_a_plan(gpu, capsys):
-    assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]) == 0
+    small = ["--model.path=Qwen2.5-1.5B"]
+    small += ["--trainer.tensor_parallel=2", "--trainer.data_parallel=4"]
+    argv = ["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]
+    small += ["--trainer.tokens_per_micro_batch=12288", '--trainer.recompute="full"']
+    assert main([*argv, *small, "--rollout.gpu_memory_utilization=0.5"]) == 0
     printed = capsys.readouterr().out
     assert "longest sequence: 12,288 tokens" in printed
     assert "8 shared GPUs, a step of " in printed
