@@ -6,6 +6,8 @@ Commands import heavy packages only when they need them, so `--help` and `--dry-
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -82,7 +84,14 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line with the overrides that it has, or refuse what is left over."""
-    arguments, rest = parser.parse_known_args(argv)
+    try:
+        arguments, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        # argparse's message names the commands
+        name = (sys.argv[1:] if argv is None else argv)[0]
+        near = difflib.get_close_matches(name, re.findall(r"'([a-z-]+)'", str(error))[1:], n=1)
+        hint = f"did you mean {near[0]}?" if near else "see megadapo --help"
+        raise ConfigError(f"{name}: unknown command; {hint}") from None
     for text in rest:
         is_override = text.startswith("--") and "." in text.split("=")[0]
         if not (arguments.takes_overrides and is_override):
@@ -97,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megadapo",
         description="DAPO training of reasoning models at Megatron scale.",
         allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--version", action="version", version=f"megadapo {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -1,7 +1,7 @@
 """Progress of a run on the console, and the same as plain lines in `log.txt`.
 
-A terminal shows a live panel: phase, progress bar, curves. Otherwise there is one line a step, with
-the same fields in the same order, so that programs can read it.
+A terminal shows a live panel: phase, progress bar, curves. Otherwise there is one short line a step.
+In `log.txt` the line has all fields, always in the same order, so that programs can read it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -58,6 +59,9 @@ OF_ROWS = (
     ("held_out_pairs_in_order", "eval/pair_accuracy", ".4f"),
 )
 """A further field of steps that train on rows of data; they leave out missing values."""
+CONSOLE_LABELS = ("accuracy", "reward", "length", "entropy", "step_s")
+CONSOLE_LABELS_OF_ROWS = ("loss", *(label for label, _, _ in OF_ROWS), "step_s")
+"""The fields on a console: a line has 100 characters at most."""
 
 _CURVES = (
     ("accuracy", "accuracy/mean", ".3f"),
@@ -78,12 +82,22 @@ _CURVE_WIDTH = 32
 _RECENT_STEPS = 10
 
 
-def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> str:
-    """Return one step as `step=3/60 accuracy=0.5000 ... eta=0:01:02`."""
-    parts = [f"step={record['step']}/{num_steps}", f"policy_version={record['policy_version']}"]
+def step_line(
+    record: MetricRecord, *, num_steps: int, eta_s: float | None, is_short: bool = False
+) -> str:
+    """Return one step as `step=3/60 accuracy=0.5000 ... eta=0:01:02`.
+
+    `is_short`: as on a console.
+    """
+    parts = [f"step={record['step']}/{num_steps}"]
     fields: Sequence[tuple[str, str, str]] = LINE_FIELDS
     if not has_rollouts(record):
         fields = [one for one in (*LINE_FIELDS, *OF_ROWS) if record.get(one[1]) is not None]
+    if is_short:
+        labels = CONSOLE_LABELS if has_rollouts(record) else CONSOLE_LABELS_OF_ROWS
+        fields = [one for one in fields if one[0] in labels]
+    else:
+        parts.append(f"policy_version={record['policy_version']}")
     for label, name, form in fields:
         parts.append(f"{label}={formatted(record.get(name), form)}")
     parts.append(f"eta={clock(eta_s)}")
@@ -163,8 +177,10 @@ class RunDisplay(logging.Handler):
         """Show a finished step."""
         self._under_way = True
         self._records.append(record)
-        line = step_line(record, num_steps=self._num_steps, eta_s=self.eta_s())
-        self.write(line, console=not self._console.is_terminal)
+        line = partial(step_line, record, num_steps=self._num_steps, eta_s=self.eta_s())
+        self.write(line(), console=False)
+        if not self._console.is_terminal:
+            self._print(line(is_short=True))
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         """Show a finished evaluation."""

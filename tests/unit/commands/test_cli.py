@@ -171,6 +171,8 @@ def test_dry_run_prints_configuration_and_starts_nothing(recipe, tmp_path, monke
     ("argv", "code", "said"),
     [
         (["train", "{recipe}", "--dry-run", "--run.sed=5"], 2, "run.seed"),
+        (["trian", "{recipe}"], 2, "trian: unknown command; did you mean train?"),
+        (["xyz"], 2, "xyz: unknown command; see megadapo --help"),
         (["train", "{recipe}", "--dry-run", "--dryrun"], 2, "unknown argument"),
         (["train", "{recipe}", "--dry-run", "--dry"], 2, "unknown argument"),
         (["train", "{recipe}", "--dry-run", "--run.seed"], 2, "write --section.key=value"),

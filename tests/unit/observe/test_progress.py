@@ -45,6 +45,17 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert step_line({"step": 3, "policy_version": 2}, num_steps=9, eta_s=None) == lines[1]
 
 
+def test_line_on_a_console_has_100_characters():
+    """Wide lines of a run under nohup hid what a reader looks for."""
+    wide = {"accuracy/mean": 0.5, "reward/mean": -0.1234, "response_length/mean": 20479.5}
+    wide |= {"policy/entropy": 0.3456, "time/step_s": 1345.67, "policy/grad_norm": 1.0}
+    of_rows = {"tokens/trained": 9, "policy/loss": -1.234e-5, "eval/loss": 1.2345}
+    for one in (wide, of_rows):
+        line = step_line(record(**one), num_steps=1000, eta_s=8e4, is_short=True)
+        assert len(line) <= 100 and "grad_norm" not in line
+        assert ("accuracy=0.5000" in line) == (one is wide) != ("loss=-1.2" in line)
+
+
 def test_step_without_rollouts_shows_what_it_measured():
     """Twenty dashes hid the loss, the only number that a reader looks for."""
     trained = {"tokens/trained": 90, "policy/loss": 0.5, "eval/loss": 0.75, "policy/entropy": 1.0}
@@ -91,7 +102,11 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
     assert [line.split(" ")[0] for line in printed] == words.split()
     assert printed[5] == "skipped [step-3]: damaged"
     log = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split(" ", 1)[1] for line in log] == printed
+    logged = [line.split(" ", 1)[1] for line in log]
+    assert [line for line in logged if "step=" not in line] == [
+        line for line in printed if "step=" not in line
+    ]
+    assert logged[1].startswith("step=1/3 policy_version=1 ") and "grad_norm=" in logged[1]
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
 
 
