@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import megadapo
 from megadapo.cluster.processes import cpu_environment
@@ -21,7 +25,6 @@ from megadapo.config import RunConfig
 from megadapo.data.prompts import render
 from megadapo.errors import ConfigError, InfraError
 from megadapo.models.folder import path_from_anywhere
-from megadapo.rollout.journal.journal import ProblemResult
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
 from megadapo.run.inputs import RunPrompts
 from megadapo.trainer.config import ADAM_EPS
@@ -125,10 +128,15 @@ class TrlBaseline:
 
     def evaluate(self, step: int, held_out: HeldOutRequests) -> HeldOut:
         """Evaluate the present weights on the problems that the settings are of."""
-        results = [ProblemResult(**one) for one in self._ask("evaluate")["results"]]
-        found = held_out.evaluation(results)
-        accuracy = found.accuracy or 0.0
-        return HeldOut(step, accuracy, found.standard_error, found.response_length_mean)
+        results = self._ask("evaluate")["results"]
+        of_sets = defaultdict(list)
+        for name, one in zip(held_out.set_names, results, strict=True):
+            of_sets[name].append((one["num_correct"] / one["num_scored"], one["num_tokens"]))
+        sets = [np.array(own) for own in of_sets.values()]
+        accuracy, length = np.mean([own.mean(axis=0) for own in sets], axis=0)
+        errors = [own[:, 0].std(ddof=1) / math.sqrt(len(own)) for own in sets]
+        error = math.hypot(*errors) / len(sets)
+        return HeldOut(step, accuracy, error, length / held_out.samples_per_problem)
 
     def _ask(self, request: str) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +18,10 @@ if TYPE_CHECKING:
 
     from megadapo.config import RunConfig
     from megadapo.observe.metrics.records import EvaluationRecord
+
+
+SUFFIX = "-eval"
+"""End of the name of the folder beside the run's that keeps answers."""
 
 
 def add(commands: Commands) -> None:
@@ -43,7 +51,10 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         raise ConfigError("data.held_out is not set: name the problems to evaluate on")
     from rich.console import Console
 
+    from megadapo.observe.rollouts.files import HELD_OUT_FOLDER, step_file, write_rollouts
+    from megadapo.rollout.journal.journal import EVALUATION, journal_path
     from megadapo.run.launch import start_workers
+    from megadapo.run.rollouts import LiveRollouts
     from megadapo.run.state.resume import checkpoint_store, find_checkpoint
 
     console = Console()
@@ -61,12 +72,45 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     # there are no rollouts to run beside
     alone = config.evaluation.model_copy(update={"placement": "alone"})
     config = config.model_copy(update={"evaluation": alone})
-    with start_workers(config, Spinner(console), checkpoint) as workers:
-        workers.rollouts.publish(policy_version=step)
-        workers.rollouts.evaluate(step)
-        [record] = workers.rollouts.scored()
+    folder = config.run.folder.with_name(f"{config.run.folder.name}{SUFFIX}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (
+        _told(console),
+        start_workers(config, Spinner(console), checkpoint, folder=folder) as workers,
+    ):
+        rollouts = workers.rollouts
+        assert isinstance(rollouts, LiveRollouts), "nothing is replayed"
+        rollouts.publish(policy_version=step)
+        try:
+            rollouts.evaluate(step)
+        except KeyboardInterrupt:
+            if (partial := rollouts.evaluations.so_far()) is not None:
+                console.print("stopped; the same command continues. Until now:")
+                _print_record(console, partial)
+            raise
+        [(record, groups)] = rollouts.scored()
+    if groups:
+        write_rollouts(step_file(folder / HELD_OUT_FOLDER, step), groups)
+        console.print(f"responses: megadapo show {folder} {step} --held-out", soft_wrap=True)
+    journal_path(folder, EVALUATION, step).unlink(missing_ok=True)
     _print_record(console, record)
     return record
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[None]:
+    """Print what the package logs; SIGTERM stops like Ctrl-C."""
+    from rich.logging import RichHandler
+
+    package, handler = logging.getLogger("megadapo"), RichHandler(console=console, show_path=False)
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        package.removeHandler(handler)
 
 
 def _print_record(console: Console, record: EvaluationRecord) -> None:

@@ -10,6 +10,7 @@ from megadapo.commands.common import Commands, add_command
 
 DISPOSITIONS = (
     *("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band", "equal"),
+    "held_out",
 )
 """Values of observe.rollouts.saved_group.Disposition, repeated since its import needs numpy."""
 
@@ -18,6 +19,9 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "show", "print the saved responses of a step")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("step", nargs="?", type=int, metavar="STEP", help="default: the last saved")
+    parser.add_argument(
+        "--held-out", action="store_true", help="the evaluation after the step: its first problems"
+    )
     verdict = parser.add_mutually_exclusive_group()
     verdict.add_argument("--wrong", action="store_true", help="only wrong responses")
     verdict.add_argument("--correct", action="store_true", help="only correct responses")
@@ -57,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.run_folder,
         arguments.step,
         wanted,
+        held_out=arguments.held_out,
         limit=arguments.limit,
         console=Console(highlight=False),
     )

@@ -1,6 +1,6 @@
 """Progress of a run on the console, and the same as plain lines in `log.txt`.
 
-A terminal shows a live panel: phase, progress bar, curves. Otherwise there is one short line a step.
+A terminal shows a live panel: phase, progress bar, curves. Otherwise there is a short line a step.
 In `log.txt` the line has all fields, always in the same order, so that programs can read it.
 """
 

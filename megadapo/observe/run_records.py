@@ -18,7 +18,7 @@ from megadapo.observe.metrics.records import (
     read_evaluations,
     read_metrics,
 )
-from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, saved_steps, step_file
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_warnings import run_warnings
 from megadapo.observe.tables import ranges
@@ -92,15 +92,15 @@ class RunRecords:
         """The steps with saved groups, ascending."""
         return saved_steps(self.folder)
 
-    def step_with_groups(self, step: int | None = None) -> int:
+    def step_with_groups(self, step: int | None = None, folder: str = ROLLOUTS_FOLDER) -> int:
         """Return a step if its groups are saved, by default the last one with saved groups.
 
         Raises DataError if none are saved.
         """
-        steps = self.saved_steps
+        steps = saved_steps(self.folder, folder)
         if not steps:
             raise DataError(
-                f"{self.folder} has no saved groups (rollouts/step-N.jsonl.zst); "
+                f"{self.folder} has no saved groups ({folder}/step-N.jsonl.zst); "
                 "observe.saved_groups is the number of groups that a run saves per step, or "
                 '"all" for whole batches'
             )
@@ -110,9 +110,9 @@ class RunRecords:
             )
         return steps[-1] if step is None else step
 
-    def groups(self, step: int) -> Iterator[SavedGroup]:
+    def groups(self, step: int, folder: str = ROLLOUTS_FOLDER) -> Iterator[SavedGroup]:
         """Yield the saved groups of a step, by prompt index."""
-        return read_rollouts(rollouts_path(self.folder, step))
+        return read_rollouts(step_file(self.folder / folder, step))
 
     def all_groups(self) -> Iterator[SavedGroup]:
         """Yield the saved groups of all steps, one at a time: they may not fit into memory."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
+from megadapo.data.group import Group
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
-from megadapo.rollout.journal.journal import EVALUATION, Journal, ProblemResult
+from megadapo.rollout.journal.journal import EVALUATION, Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
     EvaluationInProgress,
     HeldOutRequests,
     InterleavedEngines,
@@ -24,9 +27,12 @@ from megadapo.rollout.sampling.evaluation import (
 from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.run.state.resume import samples_digest
+from megadapo.run.step.saved_groups import held_out_groups
 
 logger = logging.getLogger(__name__)
 
+Scored = tuple[EvaluationRecord, Sequence[SavedGroup]]
+"""A finished evaluation and the groups to save."""
 WAIT_S = 1.0
 """Seconds between two checks of the other processes while the reserved engine is waited for."""
 
@@ -97,7 +103,7 @@ class Evaluations:
         self._step = 0
         self._running: EvaluationInProgress | None = None
         self._closing = ExitStack()
-        self._finished: list[EvaluationRecord] = []
+        self._finished: list[Scored] = []
 
     def begin(self, step: int) -> None:
         """Start to evaluate the published weights; wait with placement "alone" or at the last step.
@@ -157,7 +163,18 @@ class Evaluations:
                 running.poll(WAIT_S)
                 reserved.watch.check(without=self.check)
             result = running.finish()
-        record = EvaluationRecord(
+        groups = held_out_groups(self._step, running.groups, self._config, self._inputs.tokenizer)
+        self._finished.append((self._record(running, result), groups))
+
+    def so_far(self) -> EvaluationRecord | None:
+        """Return the result on the problems that have answers; None without any."""
+        running = self._running
+        if running is None or not running.groups:
+            return None
+        return self._record(running, running.so_far)
+
+    def _record(self, running: EvaluationInProgress, result: Evaluation) -> EvaluationRecord:
+        return EvaluationRecord(
             step=self._step,
             policy_version=running.policy_version,
             accuracy=result.accuracy,
@@ -180,7 +197,6 @@ class Evaluations:
                 for name, one in result.sets.items()
             },
         )
-        self._finished.append(record)
 
     def check(self) -> None:
         """Check the reserved engine and score its new groups; any thread may call this."""
@@ -192,7 +208,7 @@ class Evaluations:
             finally:
                 self._polling.release()
 
-    def take_finished(self) -> list[EvaluationRecord]:
+    def take_finished(self) -> list[Scored]:
         """Return the evaluations that ended since the last call, without waiting."""
         self.check()
         if self._reserved is not None and self._running is not None and self._running.is_done:
@@ -215,10 +231,10 @@ class Evaluations:
             max_response_tokens=config.rollout.max_response_tokens,
         )
 
-    def _journal(self, step: int) -> Journal[ProblemResult] | None:
+    def _journal(self, step: int) -> Journal[Group] | None:
         if self._folder is None:
             return None
         settings = samples_digest(self._config)
-        journal = Journal(ProblemResult, self._folder, settings, name=EVALUATION)
+        journal = Journal(Group, self._folder, settings, name=EVALUATION)
         journal.begin(step, self._fingerprint())
         return journal

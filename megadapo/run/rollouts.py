@@ -13,7 +13,6 @@ from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError
-from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
@@ -22,7 +21,7 @@ from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.reserve import Reserve
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.statistics import SampledBatch
-from megadapo.run.evaluations import Evaluations
+from megadapo.run.evaluations import Evaluations, Scored
 from megadapo.run.inputs import SamplingInputs
 from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import EVALUATING
@@ -76,7 +75,7 @@ class Rollouts(ABC):
     def evaluate(self, step: int) -> None:  # noqa: B027
         """Start to score the published weights on the held-out problems."""
 
-    def scored(self) -> list[EvaluationRecord]:
+    def scored(self) -> list[Scored]:
         """Return the evaluations that have finished since the last call."""
         return []
 
@@ -145,7 +144,7 @@ class LiveRollouts(Rollouts):
     def evaluate(self, step: int) -> None:
         self.evaluations.begin(step)
 
-    def scored(self) -> list[EvaluationRecord]:
+    def scored(self) -> list[Scored]:
         return self.evaluations.take_finished()
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:

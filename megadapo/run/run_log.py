@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 
@@ -28,7 +28,12 @@ from megadapo.observe.metrics.records import (
     measure_of,
 )
 from megadapo.observe.progress import RunDisplay
-from megadapo.observe.rollouts.files import RolloutLog
+from megadapo.observe.rollouts.files import (
+    HELD_OUT_FOLDER,
+    RolloutLog,
+    step_file,
+    write_rollouts,
+)
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.journal.journal import EVALUATION, journal_path
@@ -235,8 +240,12 @@ class RunLog:
         if self._config.observe.saved_groups != 0:
             self._rollouts.write(step, groups)
 
-    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Write and show one held-out evaluation, and delete its stored answers."""
+    def record_evaluation(
+        self, evaluation: EvaluationRecord, groups: Sequence[SavedGroup] = ()
+    ) -> None:
+        """Write and show one held-out evaluation with its groups; delete its journal."""
+        if groups:
+            write_rollouts(step_file(self._folder / HELD_OUT_FOLDER, evaluation.step), groups)
         self.metrics.record_evaluation(evaluation)
         self.evaluated_steps.add(evaluation.step)
         self._display.evaluation(evaluation)

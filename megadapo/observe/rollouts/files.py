@@ -1,4 +1,4 @@
-"""Files of saved groups, `RUN/rollouts/step-N.jsonl.zst`.
+"""Files of saved groups, `RUN/rollouts/step-N.jsonl.zst`, in `rollouts/held_out/` of evaluations.
 
 Each file has JSON lines compressed with zstd (`zstdcat` prints them), one group per line in the
 format of saved_group.py.
@@ -24,6 +24,8 @@ from megadapo.observe.rollouts.saved_group import SavedGroup
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FOLDER = "rollouts"
+HELD_OUT_FOLDER = "rollouts/held_out"
+"""Folder of the same files with the groups of the evaluation after a step."""
 _FILE_NAME = re.compile(r"step-(\d+)\.jsonl\.zst")
 MAX_LINE_LENGTH = 1 << 30
 """Longest line that is read, in characters: a group has about 100 for each of its tokens. A damaged
@@ -35,9 +37,9 @@ def rollouts_path(run_folder: Path, step: int) -> Path:
     return step_file(run_folder / ROLLOUTS_FOLDER, step)
 
 
-def saved_steps(run_folder: Path) -> list[int]:
+def saved_steps(run_folder: Path, folder: str = ROLLOUTS_FOLDER) -> list[int]:
     """Return the steps with saved groups in a run folder, ascending."""
-    return steps_in(run_folder / ROLLOUTS_FOLDER)
+    return steps_in(run_folder / folder)
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -118,14 +120,15 @@ class RolloutLog:
 
     def rewind(self, step: int) -> None:
         """Set aside the files of steps after `step`, which a resumed run writes again."""
-        aside = self._run_folder / ASIDE_FOLDER / ROLLOUTS_FOLDER
-        for later in saved_steps(self._run_folder):
-            if later > step:
-                aside.mkdir(parents=True, exist_ok=True)
-                path = rollouts_path(self._run_folder, later)
-                path.rename(aside / f"{uuid.uuid4().hex[:8]}-{path.name}")
-        for unfinished in (self._run_folder / ROLLOUTS_FOLDER).glob("*.part"):
-            unfinished.unlink()
+        for name in (ROLLOUTS_FOLDER, HELD_OUT_FOLDER):
+            folder, aside = self._run_folder / name, self._run_folder / ASIDE_FOLDER / name
+            for later in steps_in(folder):
+                if later > step:
+                    aside.mkdir(parents=True, exist_ok=True)
+                    path = step_file(folder, later)
+                    path.rename(aside / f"{uuid.uuid4().hex[:8]}-{path.name}")
+            for unfinished in folder.glob("*.part"):
+                unfinished.unlink()
 
     def close(self) -> None:
         """Wait for the current step and stop the thread; an error is only logged."""

@@ -2,7 +2,7 @@
 
     {"step": int,
      "disposition": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong" |
-                    "out_of_band" | "equal",
+                    "out_of_band" | "equal" | "held_out",
      "from_reserve": bool, "prompt_index": int,
      "prompt": {"id": str, "messages": [[role, content], ...], "ground_truth": str,
                 "data_source": str},
@@ -60,11 +60,19 @@ from megadapo.data.group import Failure, Group, Response, Score, Turn, decode_fl
 from megadapo.data.prompts import Prompt
 
 Disposition = Literal[
-    "trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band", "equal"
+    "trained",
+    "to_reserve",
+    "dropped",
+    "all_correct",
+    "all_wrong",
+    "out_of_band",
+    "equal",
+    "held_out",
 ]
 """The use of a group: trained on in this step, kept for the next one, dropped because the reserve
 was full, or rejected because the share of correct responses is 1, 0, or outside of
-sampling.accuracy_range. If no function says what is correct, equal rewards are rejected."""
+sampling.accuracy_range. If no function says what is correct, equal rewards are rejected. Groups of
+an evaluation are held out."""
 
 
 Floats = Annotated[np.ndarray | None, PlainValidator(decode_floats), PlainSerializer(encode_floats)]

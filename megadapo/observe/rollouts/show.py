@@ -17,6 +17,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megadapo.data.group import CUT_MESSAGES, encode_versions
+from megadapo.observe.rollouts.files import HELD_OUT_FOLDER, ROLLOUTS_FOLDER
 from megadapo.observe.rollouts.saved_group import (
     Disposition,
     Part,
@@ -60,21 +61,29 @@ class Filter:
 
 
 def show_step(
-    run_folder: Path, step: int | None, wanted: Filter, *, limit: int, console: Console
+    run_folder: Path,
+    step: int | None,
+    wanted: Filter,
+    *,
+    held_out: bool = False,
+    limit: int,
+    console: Console,
 ) -> None:
     """Print the wanted groups of a step, through a pager if the console is a terminal.
 
     Args:
         step: by default the last step with saved groups.
+        held_out: show the evaluation after the step.
         limit: largest number of groups printed.
     """
     run = RunRecords(run_folder)
-    step = run.step_with_groups(step)
+    folder = HELD_OUT_FOLDER if held_out else ROLLOUTS_FOLDER
+    step = run.step_with_groups(step, folder)
     pager: AbstractContextManager[object] = nullcontext()
     if console.is_terminal:
         pager = console.pager(styles=True)
     with pager:
-        for line in _render_step(step, run.groups(step), wanted, limit):
+        for line in _render_step(step, run.groups(step, folder), wanted, limit):
             console.print(line)
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -132,19 +131,3 @@ def delete_journals_before(run_folder: Path, policy_version: int) -> None:
                 if version < policy_version:
                     with suppress(OSError):
                         path.unlink()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProblemResult:
-    """The result of one held-out problem, as numbers."""
-
-    num_correct: int | None
-    """Number of correct responses, if a reward function says what is correct."""
-    num_scored: int
-    """Number of responses with a score."""
-    reward_sum: float
-    consensus: float | None
-    """Whether the most frequent answer is correct; see `sampling/evaluation.py`."""
-    num_tokens: int
-    num_truncated: int
-    """Number of responses cut at the length limit."""

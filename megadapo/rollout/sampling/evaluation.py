@@ -5,7 +5,9 @@ An evaluation uses engines of its own, or the slots that training leaves idle.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.journal.journal import Journal, ProblemResult, group_digest
+from megadapo.rollout.journal.journal import Journal, group_digest
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.types import (
     EngineActivity,
@@ -32,6 +34,8 @@ from megadapo.tokens.stops import stop_ids
 
 if TYPE_CHECKING:
     from megadapo.rollout.pool.engines import Engines
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +64,35 @@ class Evaluation:
     """Result of each named set; the values above are then their means, num_problems the sum."""
 
 
-def summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
-    """Return the result on one set of problems."""
-    scores = np.array([result.reward_sum / result.num_scored for result in results])
-    correct = [(r.num_correct, r.num_scored) for r in results if r.num_correct is not None]
-    has_accuracy = len(correct) == len(results)
+def summary(groups: Sequence[Group], samples_per_problem: int) -> Evaluation:
+    """Return the result on one set of problems, each with its group of scored responses."""
+    scores = np.array([math.fsum(group.rewards) / len(group.scores) for group in groups])
+    verdicts = [group.correct for group in groups]
+    correct = [(sum(one), len(one)) for one in verdicts if one is not None]
+    has_accuracy = len(correct) == len(groups)
     means = np.array([right / of for right, of in correct]) if has_accuracy else scores
-    known = [result.consensus for result in results if result.consensus is not None]
+    votes = [consensus(group.scores) for group in groups]
+    known = [vote for vote in votes if vote is not None]
+    # responses without a score count as the mean of the others
+    scales = [samples_per_problem / len(group.responses) for group in groups]
+    lengths = [round(n * sum(one.lengths)) for n, one in zip(scales, groups, strict=True)]
+    truncated = [round(n * sum(one.truncated)) for n, one in zip(scales, groups, strict=True)]
     sizes = [2**n for n in range(1, samples_per_problem.bit_length())]
-    num_responses = len(results) * samples_per_problem
-    spread = float(means.std(ddof=1)) if len(results) > 1 else math.nan
+    num_responses = len(groups) * samples_per_problem
+    spread = float(means.std(ddof=1)) if len(groups) > 1 else math.nan
     return Evaluation(
         accuracy=float(means.mean()) if has_accuracy else None,
         score=float(scores.mean()),
-        standard_error=spread / math.sqrt(len(results)),
+        standard_error=spread / math.sqrt(len(groups)),
         pass_at={
             k: math.fsum(pass_at_k(right, of, k) for right, of in correct) / len(correct)
             for k in sorted({*sizes, samples_per_problem} if has_accuracy else ())
         },
         consensus=math.fsum(known) / len(known) if known else None,
-        num_problems=len(results),
+        num_problems=len(groups),
         samples_per_problem=samples_per_problem,
-        response_length_mean=sum(r.num_tokens for r in results) / num_responses,
-        truncated_fraction=sum(r.num_truncated for r in results) / num_responses,
+        response_length_mean=sum(lengths) / num_responses,
+        truncated_fraction=sum(truncated) / num_responses,
     )
 
 
@@ -144,6 +154,8 @@ def mean_of_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
     )
 
 
+TELL_S = 5.0
+"""Seconds between two lines about an evaluation that is waited for."""
 EVALUATION_PRIORITY = 1 << 48
 """A priority after every training group, whose priority is its prompt index."""
 MAX_REPLACED = 10
@@ -211,11 +223,11 @@ class HeldOutRequests:
         """Return the prompt of a request."""
         return self.prompts[-key - 1]
 
-    def evaluation(self, results: Sequence[ProblemResult]) -> Evaluation:
-        """Return the result of a policy from the results of all problems, in their order."""
+    def evaluation(self, groups: Sequence[Group]) -> Evaluation:
+        """Return the result of a policy from the groups of all problems, or of at least one."""
         of_sets = defaultdict(list)
-        for name, result in zip(self.set_names, results, strict=True):
-            of_sets[name].append(result)
+        for group in groups:
+            of_sets[self.set_names[-group.prompt_index - 1]].append(group)
         sets = {name: summary(own, self.samples_per_problem) for name, own in of_sets.items()}
         return sets[""] if "" in sets else mean_of_sets(sets)
 
@@ -236,26 +248,26 @@ class EvaluationInProgress:
         engines: SupportsGenerate,
         scorer: SupportsScore,
         held_out: HeldOutRequests,
-        journal: Journal[ProblemResult] | None = None,
+        journal: Journal[Group] | None = None,
     ) -> None:
-        """`journal`: results of a killed process, to which this evaluation adds its own."""
+        """`journal`: groups of a killed process, to which this evaluation adds its own."""
         self._engines = engines
         self.policy_version = engines.policy_version
         """Version of the evaluated weights; the engines keep them until the evaluation ends."""
         self._held_out = held_out
         self._journal = journal
         self._pool = ScoringPool(engines, scorer, held_out.prompt)
-        self._results: dict[int, ProblemResult] = {}
+        self._groups: dict[int, Group] = {}
         for request in held_out.requests:
-            result = None if journal is None else journal.find(held_out.digest(request.key))
-            if result is not None:
-                self._results[request.key] = result
+            group = None if journal is None else journal.find(held_out.digest(request.key))
+            if group is not None:
+                self._groups[request.key] = group
         self._waiting = [
-            request for request in held_out.requests if request.key not in self._results
+            request for request in held_out.requests if request.key not in self._groups
         ]
         self._num_replaced: Counter[int] = Counter()
-        self.num_from_journal = len(self._results)
-        """Number of problems with a result in the journal."""
+        self.num_from_journal = len(self._groups)
+        """Number of problems with a group in the journal."""
 
     def __enter__(self) -> Self:
         return self
@@ -264,6 +276,17 @@ class EvaluationInProgress:
         self._pool.close()
         if self._journal is not None:
             self._journal.close()
+
+    @property
+    def groups(self) -> list[Group]:
+        """The scored groups so far, in the order of the problems."""
+        known = (self._groups.get(request.key) for request in self._held_out.requests)
+        return [group for group in known if group is not None]
+
+    @property
+    def so_far(self) -> Evaluation:
+        """The result on the problems that have groups, of which there must be one."""
+        return self._held_out.evaluation(self.groups)
 
     @property
     def generating(self) -> Collection[int]:
@@ -299,10 +322,14 @@ class EvaluationInProgress:
     def finish(self) -> Evaluation:
         """Submit the remaining requests and wait for all; no other caller may use the engines."""
         self.submit()
+        told = time.monotonic()
         while self._pool.open:
             self._add(self._pool.wait())
-        requests = self._held_out.requests
-        return self._held_out.evaluation([self._results[request.key] for request in requests])
+            if self._groups and time.monotonic() > told + TELL_S:
+                told = time.monotonic()
+                done, total = len(self._groups), len(self._held_out.requests)
+                logger.info("evaluation: %d of %d problems have answers", done, total)
+        return self.so_far
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -314,19 +341,9 @@ class EvaluationInProgress:
                     f"evaluation: {last.source} failed on all responses to problem "
                     f"{group.prompt.id}: {last.reason}"
                 )
-            # responses without a score count as the mean of the others
-            scale = self._held_out.samples_per_problem / len(group.responses)
-            result = ProblemResult(
-                num_correct=None if group.correct is None else sum(group.correct),
-                num_scored=len(group.scores),
-                reward_sum=math.fsum(group.rewards),
-                consensus=consensus(group.scores),
-                num_tokens=round(scale * sum(group.lengths)),
-                num_truncated=round(scale * sum(group.truncated)),
-            )
-            self._results[group.prompt_index] = result
+            self._groups[group.prompt_index] = group
             if self._journal is not None and not group.failures:
-                self._journal.append(self._held_out.digest(group.prompt_index), result)
+                self._journal.append(self._held_out.digest(group.prompt_index), group)
 
     def _replace(self, group: Group) -> bool:
         """Ask for other episodes of a problem whose episodes all failed; False: not for these.

@@ -196,8 +196,8 @@ class StepWriter(RecordWriter):
         """Start the evaluation of the published weights if one is due; record finished ones."""
         if self._run.evaluates(step):
             self._rollouts.evaluate(step)
-        for evaluation in self._rollouts.scored():
-            self._until_written(partial(self._run.log.record_evaluation, evaluation))
+        for evaluation, groups in self._rollouts.scored():
+            self._until_written(partial(self._run.log.record_evaluation, evaluation, groups))
 
     def save_rollouts(
         self,

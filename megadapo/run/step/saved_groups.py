@@ -13,11 +13,12 @@ from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 from megadapo.observe.rollouts.token_pieces import Decode, decoder_of, token_pieces
+from megadapo.rollout.sampling.statistics import SampledGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megadapo.rollout.sampling.statistics import SampledBatch, SampledGroup
+    from megadapo.rollout.sampling.statistics import SampledBatch
     from megadapo.trainer.types import UpdateResult
 
 
@@ -58,27 +59,61 @@ def saved_groups(
     """
     known = None if config.algorithm.advantage == "gae" else advantages
     trained = _trained_responses(sampled, recorded, known, update)
-    decode = decoder_of(tokenizer)
+    for entry in sampled.saved:
+        untrained = [_Trained()] * len(entry.group.responses)
+        is_trained = entry.disposition == "trained"
+        results = trained[entry.group.prompt_index] if is_trained else untrained
+        yield _saved_group(step, entry, results, cross_checks(entry.group), config, tokenizer)
+
+
+def held_out_groups(
+    step: int, groups: Sequence[Group], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[SavedGroup]:
+    """Return the groups to save of an evaluation: the first problems."""
+    number = config.observe.saved_groups
+    return [
+        _saved_group(
+            step,
+            # their keys are -1, -2, ...
+            SampledGroup(
+                group=replace(group, prompt_index=-group.prompt_index - 1),
+                disposition="held_out",
+                from_reserve=False,
+            ),
+            [_Trained()] * len(group.responses),
+            [score.symbolic_correct for score in group.scores],
+            config,
+            tokenizer,
+        )
+        for group in groups[: None if number == "all" else number]
+    ]
+
+
+def _saved_group(
+    step: int,
+    entry: SampledGroup,
+    trained: Sequence[_Trained],
+    symbolic: Sequence[bool | None],
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SavedGroup:
+    group, decode = entry.group, decoder_of(tokenizer)
     names = {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
-    for entry in sampled.saved:
-        group = entry.group
-        untrained = [_Trained()] * len(group.responses)
-        results = trained[group.prompt_index] if entry.disposition == "trained" else untrained
-        yield SavedGroup(
-            step=step,
-            prompt_index=group.prompt_index,
-            disposition=entry.disposition,
-            from_reserve=entry.from_reserve,
-            prompt=group.prompt,
-            prompt_ids=group.prompt_ids,
-            responses=_saved_responses(entry, results, cross_checks(group), config, decode),
-            failures=group.failures,
-            control_tokens=_control_tokens(group, names),
-        )
+    return SavedGroup(
+        step=step,
+        prompt_index=group.prompt_index,
+        disposition=entry.disposition,
+        from_reserve=entry.from_reserve,
+        prompt=group.prompt,
+        prompt_ids=group.prompt_ids,
+        responses=_saved_responses(entry, trained, symbolic, config, decode),
+        failures=group.failures,
+        control_tokens=_control_tokens(group, names),
+    )
 
 
 def _control_tokens(group: Group, names: Mapping[int, str]) -> dict[int, str]:

@@ -37,6 +37,7 @@ def config_of(
         "algorithm.overlong_buffer": 0,
         "cluster.placement": "separate",
         "checkpoint.every": 1,
+        "observe.saved_groups": 0,
     }
     return runs_alone.config_of(folder, changes)
 
@@ -85,12 +86,16 @@ class Reserved:
         self.num_looks += 1
 
 
+def finished(evaluations: Evaluations) -> list[EvaluationRecord]:
+    return [record for record, _ in evaluations.take_finished()]
+
+
 def record_of(step: int) -> EvaluationRecord:
     engines = ScriptedEngines()
     engines.policy_version = step
     evaluations = make("alone", engines)
     evaluations.begin(step)
-    [record] = evaluations.take_finished()
+    [record] = finished(evaluations)
     return record
 
 
@@ -99,9 +104,9 @@ def test_evaluation_without_rollouts_ends_at_once(placement, step):
     evaluations = make(placement, ScriptedEngines())
     evaluations.begin(step)
     assert evaluations.sampling_engines.evaluation is None
-    [record] = evaluations.take_finished()
+    [record] = finished(evaluations)
     assert (record.step, record.num_problems) == (step, NUM_PROBLEMS)
-    assert evaluations.take_finished() == []
+    assert finished(evaluations) == []
 
 
 def test_interleaved_evaluation_keeps_its_weights():
@@ -109,13 +114,13 @@ def test_interleaved_evaluation_keeps_its_weights():
     engines.policy_version = 2
     evaluations = make("interleaved", engines)
     evaluations.begin(2)
-    assert evaluations.take_finished() == []
+    assert finished(evaluations) == []
     assert evaluations.sampling_engines.evaluation is not None
     evaluations.finish()
-    assert evaluations.take_finished() == [record_of(2)]
+    assert finished(evaluations) == [record_of(2)]
     assert evaluations.sampling_engines.evaluation is None and engines.num_in_flight == 0
     evaluations.finish()
-    assert evaluations.take_finished() == []
+    assert finished(evaluations) == []
 
 
 def test_stored_answers_need_equal_weights_and_rewards(tmp_path):
@@ -133,21 +138,21 @@ def test_stored_answers_need_equal_weights_and_rewards(tmp_path):
         evaluations = make("alone", engines, tmp_path, weights, reward_weight=reward_weight)
         evaluations.begin(3)
         assert len(engines.asked) == num_asked
-        assert len(evaluations.take_finished()) == 1
+        assert len(finished(evaluations)) == 1
 
 
 def test_no_fingerprint_without_stored_answers():
     evaluations = make("alone", ScriptedEngines())
     evaluations._fingerprint = lambda: pytest.fail("nobody asked for it")
     evaluations.begin(1)
-    assert len(evaluations.take_finished()) == 1
+    assert len(finished(evaluations)) == 1
 
 
 def test_running_evaluation_can_be_abandoned():
     evaluations = make("interleaved", ScriptedEngines())
     evaluations.begin(1)
     evaluations.close()
-    assert evaluations.take_finished() == []
+    assert finished(evaluations) == []
 
 
 def test_training_never_waits_for_the_reserved_engine():
@@ -162,7 +167,7 @@ def test_training_never_waits_for_the_reserved_engine():
         assert run.own.num_in_flight == num_left and run.evaluations.reserved_step == 2
     records = []
     while not records:
-        records = run.evaluations.take_finished()
+        records = finished(run.evaluations)
     assert records == [record_of(2)] and run.evaluations.reserved_step is None
     assert run.num_looks == 0
 
@@ -172,7 +177,7 @@ def test_next_evaluation_waits_for_the_reserved_engine():
     for step in (0, 2, 5):
         run.others.policy_version = step
         run.evaluations.begin(step)
-    assert run.evaluations.take_finished() == [record_of(step) for step in (0, 2, 5)]
+    assert finished(run.evaluations) == [record_of(step) for step in (0, 2, 5)]
     assert len(run.own.asked) == 2 * NUM_PROBLEMS and len(run.others.asked) == NUM_PROBLEMS
     assert run.num_looks == 2 * NUM_PROBLEMS
 
@@ -190,7 +195,7 @@ def test_reserved_engine_reuses_stored_answers(tmp_path):
     second.evaluations.begin(2)
     assert len(second.own.asked) == NUM_PROBLEMS - num_known
     second.evaluations.finish()
-    assert second.evaluations.take_finished() == [record_of(2)]
+    assert finished(second.evaluations) == [record_of(2)]
 
 
 def saved_run(folder: Path, **state: int):

@@ -19,6 +19,8 @@ from megadapo.observe.rollouts.files import (
     read_rollouts,
     rollouts_path,
     saved_steps,
+    step_file,
+    steps_in,
     write_rollouts,
 )
 from megadapo.observe.rollouts.saved_group import SavedGroup
@@ -232,12 +234,17 @@ def test_log_writes_in_background_and_rewinds(tmp_path):
     for step in range(1, 5):
         log.write(step, iter([saved_group(step=step)]))
     log.wait()
+    held_out = tmp_path / "rollouts" / "held_out"
+    for step in (0, 3):
+        write_rollouts(step_file(held_out, step), [saved_group(step=step)])
     (tmp_path / "rollouts" / "step-5.jsonl.zst.1.part").write_bytes(b"half")
     log.rewind(2)
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
+        "held_out",
         "step-1.jsonl.zst",
         "step-2.jsonl.zst",
     ]
+    assert steps_in(held_out) == [0]
     log.rewind(-1)
     assert saved_steps(tmp_path) == []
     log.close()

@@ -13,7 +13,12 @@ from megadapo.cli import run_command
 from megadapo.commands.show import DISPOSITIONS
 from megadapo.data.group import CUT_MESSAGES
 from megadapo.errors import ConfigError, DataError
-from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.rollouts.files import (
+    HELD_OUT_FOLDER,
+    rollouts_path,
+    step_file,
+    write_rollouts,
+)
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, conversation
 from megadapo.observe.rollouts.show import Filter, show_step
 from megadapo.observe.tables import printable
@@ -155,6 +160,11 @@ def test_command_options(tmp_path, capsys):
     assert run_command(["show", str(tmp_path), "3", "--wrong", "--limit", "1"]) == 0
     output = capsys.readouterr().out
     assert "all wrong" in output and "all correct" not in output
+    with pytest.raises(DataError, match="rollouts/held_out/step-N"):
+        run_command(["show", str(tmp_path), "--held-out"])
+    write_rollouts(step_file(tmp_path / HELD_OUT_FOLDER, 2), [saved_group(WRONG)])
+    assert run_command(["show", str(tmp_path), "--held-out"]) == 0
+    assert "step 2: 1 of 1 saved groups" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run_command(["show", str(tmp_path), "--wrong", "--correct"])
     with pytest.raises(ConfigError):

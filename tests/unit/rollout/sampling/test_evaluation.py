@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megadapo.data.group import NO_ANSWER, Score
+from megadapo.data.group import NO_ANSWER, Group, Score
 from megadapo.data.prompts import Prompt
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.processes import EnvironmentDescription
@@ -21,7 +21,7 @@ from megadapo.rewards.rules import score
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal import record_log
-from megadapo.rollout.journal.journal import EVALUATION, Journal, ProblemResult
+from megadapo.rollout.journal.journal import EVALUATION, Journal
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.evaluation import (
     Evaluation,
@@ -74,7 +74,7 @@ def held_out(
 def run(
     prompts: list[Prompt] | dict[str, list[Prompt]],
     engines: ScriptedEngines | None = None,
-    journal: Journal[ProblemResult] | None = None,
+    journal: Journal[Group] | None = None,
     **config: object,
 ) -> Evaluation:
     engines, asked = engines or ScriptedEngines(), held_out(prompts, **config)
@@ -227,8 +227,8 @@ def test_number_of_problems():
         run([])
 
 
-def journal_in(folder: Path, weights: str = "weights") -> Journal[ProblemResult]:
-    journal = Journal(ProblemResult, folder, "settings", name=EVALUATION)
+def journal_in(folder: Path, weights: str = "weights") -> Journal[Group]:
+    journal = Journal(Group, folder, "settings", name=EVALUATION)
     journal.begin(3, weights)
     return journal
 
@@ -242,6 +242,18 @@ def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monk
     monkeypatch.setattr(record_log.os, "pwrite", lambda *arguments: os.stat("missing"))
     assert run(prompts, ScriptedEngines(), journal_in(tmp_path)) == run(prompts)
     assert caplog.text.count("are requested again after a kill") == 2
+
+
+def test_stopped_evaluation_has_a_result_on_the_problems_with_answers():
+    """A stop after minutes would show nothing."""
+    sets = {"a": make_prompts(2), "b": make_prompts(4)[2:]}
+    asked = held_out(sets)
+    with EvaluationInProgress(ScriptedEngines(), RightAtLeast(BOUND), asked) as running:
+        running.submit(10)
+        while len(running.groups) < 2:
+            running.poll()
+        assert running.so_far == run({"a": make_prompts(2)})
+        assert running.finish() == run(sets)
 
 
 @pytest.mark.parametrize(

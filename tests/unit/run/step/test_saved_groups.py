@@ -14,7 +14,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.sampling.statistics import SampledBatch
-from megadapo.run.step.saved_groups import saved_groups
+from megadapo.run.step.saved_groups import held_out_groups, saved_groups
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
@@ -200,3 +200,19 @@ def test_rule_verdict_is_saved_if_another_scorer_decides(tokenizer):
     assert not any(response.rule_correct for response in responses)
     assert {response.disagreed for response in responses} == {True, False}
     assert all(r.disagreed == (r.score.symbolic_correct is True) for r in responses)
+
+
+def test_first_problems_of_an_evaluation_are_saved(tmp_path, tokenizer):
+    """An accuracy of 0 could not be looked into."""
+    sampled = [replace(one.group, prompt_index=-1 - i) for i, one in enumerate(sample("all").saved)]
+    for number, wanted in ((2, 2), ("all", len(sampled)), (0, 0)):
+        config = config_of(changes=SIZES | {"observe.saved_groups": number})
+        groups = held_out_groups(9, sampled, config, tokenizer)
+        assert [one.prompt_index for one in groups] == list(range(wanted))
+        assert {one.disposition for one in groups} <= {"held_out"}
+    write_rollouts(tmp_path / "groups", held_out_groups(9, sampled, CONFIG, tokenizer))
+    first, *_ = read_rollouts(tmp_path / "groups")
+    assert [saved.response.text for saved in first.responses] == [
+        response.text for response in sampled[0].responses
+    ]
+    assert [saved.score.reward for saved in first.responses] == [*sampled[0].rewards]
