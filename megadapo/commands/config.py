@@ -6,13 +6,20 @@ import argparse
 import json
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.errors import ConfigError
 
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "config", "explain the keys of the configuration")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="SECTION|RECIPE",
+        help="a section, such as trainer.optimizer (default: all), or a recipe with --diff",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "section", nargs="?", metavar="SECTION", help="such as trainer.optimizer (default: all)"
+        "--diff", metavar="BASE", help="print the keys in which RECIPE differs from another recipe"
     )
     what.add_argument(
         "--schema", action="store_true", help="print the JSON schema of a recipe, for editors"
@@ -23,9 +30,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     from megadapo.config import manual
@@ -41,15 +47,34 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(metrics_page(), end="")
         return 0
+    if arguments.diff is not None:
+        print(_differences(arguments.name, arguments.diff))
+        return 0
     console = Console()
-    for name, description, rows in manual.tables(arguments.section):
+    for name, description, rows in manual.tables(arguments.name):
         console.print(Text(f"[{name}] ", style="bold") + Text(description))
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        shown.add_column("key", style="cyan", no_wrap=True)
-        for column in ("type", "default", ""):
-            shown.add_column(column, overflow="fold")
         for row in rows:
-            default = Text(row.default or "required", style="" if row.default else "bold")
-            shown.add_row(Text(row.name), Text(row.type), default, Text(row.description))
-        console.print(shown)
+            default = f" = {row.default}" if row.default else ", required"
+            console.print(Text(row.name, "cyan") + Text(f": {row.type}{default}", "default"))
+            console.print(Padding(Text(row.description), (0, 0, 0, 4)))
+        console.print()
     return 0
+
+
+def _differences(recipe: str | None, base: str) -> str:
+    """Return the keys in which two recipes differ: a row with both values for each."""
+    from megadapo.config import load_config, to_dict
+    from megadapo.config.recipe import toml_value
+    from megadapo.observe.run_records import leaves
+    from megadapo.observe.tables import TextTable
+
+    if recipe is None:
+        raise ConfigError("--diff compares two recipes: megadapo config RECIPE --diff BASE")
+    first, second = (dict(leaves(to_dict(load_config(one)))) for one in (base, recipe))
+    rows = [
+        [key, *(toml_value(one[key]) if key in one else "" for one in (first, second))]
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key)
+    ]
+    title = f"{len(rows)} keys differ"
+    return TextTable(title=title, head=["", base, recipe], rows=rows).text()

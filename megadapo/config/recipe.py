@@ -25,6 +25,15 @@ MAX_BYTES = 1 << 24
 """Largest file of a configuration that is read: a damaged or foreign one may never end."""
 KeyPath = tuple[str, ...]
 """A key's names from the outermost table to the key itself."""
+INPUT_PATHS: tuple[KeyPath, ...] = (
+    ("model", "path"),
+    ("critic", "path"),
+    ("algorithm", "reference", "path"),
+    ("algorithm", "pretraining", "data"),
+    ("data", "train"),
+    ("data", "held_out"),
+)
+"""Keys of files and folders that are also looked up beside the recipe."""
 
 
 def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -42,7 +51,17 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], di
         texts.pop(keys, None)
         if not isinstance(value, str):
             texts[keys] = text
-    return table, texts
+    return _without_removed(table), texts
+
+
+def _without_removed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table without the sources of data that are "none", such as inherited ones."""
+    for key in ("train", "held_out"):
+        data = table.get("data")
+        if isinstance(data, dict) and isinstance(sources := data.get(key), dict):
+            kept = {name: one for name, one in sources.items() if one != NONE_TEXT}
+            table = with_key(table, ("data", key), kept)
+    return table
 
 
 def parse_override(text: str) -> tuple[KeyPath, object, str]:
@@ -115,7 +134,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Read one TOML file on top of the file that its `extends` names, if any."""
-    table = read_toml(path)
+    table = _with_paths_beside(read_toml(path), path.parent)
     if "extends" not in table:
         return table
     base = table.pop("extends")
@@ -126,6 +145,27 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if base_path.resolve() in seen:
         raise ConfigError(f"{path}: extends {base}, which extends this file again")
     return merge_tables(_read_recipe(base_path, seen), table)
+
+
+def _with_paths_beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe in which input paths are valid here, if they are beside the recipe.
+
+    A path that exists in the working folder stays as it is.
+    """
+
+    def found(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: found(one) for name, one in value.items()}
+        is_here = not isinstance(value, str) or "\0" in value or Path(value).exists()
+        return value if is_here or not (folder / value).exists() else str(folder / value)
+
+    for *sections, key in INPUT_PATHS:
+        section: Any = table
+        for name in sections:
+            section = section.get(name, {}) if isinstance(section, dict) else {}
+        if isinstance(section, dict) and key in section:
+            table = with_key(table, (*sections, key), found(section[key]))
+    return table
 
 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

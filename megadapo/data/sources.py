@@ -237,7 +237,9 @@ def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     # a folder here with the name of an organisation is meant, and the file in it is missing
     is_local = source.startswith((".", "~")) or Path(source.split("/")[0]).is_dir()
     if match is None or is_local or match["name"].endswith(suffixes):
-        raise DataError(f"there is no file or folder {source} (looked in {Path.cwd()})")
+        raise DataError(
+            f"there is no file or folder {source} (looked in {Path.cwd()} and beside the recipe)"
+        )
     return _data_files(_download(source, match, suffixes), source, suffixes)
 
 

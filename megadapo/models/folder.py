@@ -85,7 +85,7 @@ def no_folder(key: str, path: str) -> DataError:
             f"{key} = {path} is a GGUF file: make a folder of it with "
             f"megadapo convert gguf-to-hf {path} DST, and name that"
         )
-    return DataError(f"{key} = {path!r}: there is no such folder")
+    return DataError(f"{key} = {path!r}: there is no such folder, here or beside the recipe")
 
 
 def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:

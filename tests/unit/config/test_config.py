@@ -150,6 +150,26 @@ def test_extends_lays_one_recipe_over_another(recipe: Path) -> None:
     assert (config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps) == (3e-6, 3)
 
 
+def test_input_paths_are_found_beside_the_file_that_names_them(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with recipe and rows could not be used from another folder, or moved."""
+    folder = recipe.parent / "deeper"
+    folder.mkdir()
+    for name in ("rows.jsonl", "own.jsonl"):
+        (folder / name).touch()
+    names = 'a = "rows.jsonl"\nb = {source = "own.jsonl"}\nc = "arithmetic:train:9"'
+    base = f'extends = "../recipe.toml"\n[data.train]\n{names}\n'
+    (folder / "base.toml").write_text(base)
+    over = recipe.parent / "over.toml"
+    over.write_text('extends = "deeper/base.toml"\n[data.train]\nc = "none"\n')
+    monkeypatch.chdir(recipe.parent)
+    first, second = load_config(over).data.train.values()
+    assert (first, second.source) == (str(folder / "rows.jsonl"), str(folder / "own.jsonl"))
+    (recipe.parent / "rows.jsonl").touch()
+    assert [*load_config(over, ["data.train.b=none"]).data.train.values()] == ["rows.jsonl"]
+
+
 def test_extends_in_a_ring_is_refused(recipe: Path) -> None:
     (recipe.parent / "a.toml").write_text('extends = "b.toml"\n')
     (recipe.parent / "b.toml").write_text('extends = "a.toml"\n')
