@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ def path_from_anywhere(path: str) -> str:
 def is_hub_name(text: str) -> bool:
     """Return whether a path that does not exist here can be a Hub name, ORGANISATION/NAME."""
     return HUB_NAME.fullmatch(text) is not None and not Path(text).parent.is_dir()
+
+
+def copy_small_files(model: Path, folder: Path) -> None:
+    """Copy configuration and tokenizer of a model's folder, unless `folder` exists."""
+    if not model.is_dir() or folder.exists():
+        return
+    partial = folder.with_name(f"{folder.name}.part")
+    partial.mkdir(exist_ok=True)
+    for path in (path for pattern in SMALL_FILES for path in model.glob(pattern)):
+        shutil.copyfile(path, partial / path.name)
+    partial.rename(folder)
 
 
 def no_folder(key: str, path: str) -> DataError:

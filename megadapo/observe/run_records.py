@@ -25,6 +25,8 @@ from megadapo.observe.tables import ranges
 
 LOG_FILE = "log.txt"
 RESOLVED_FILE = "config.json"
+MODEL_FOLDER = "model"
+"""Folder of the trained model's configuration and tokenizer, without which there is no export."""
 """The resolved configuration in a run's folder."""
 
 

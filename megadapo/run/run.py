@@ -14,9 +14,10 @@ from typing import Any, Self
 from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import CheckpointError, ConfigError, CorruptCheckpointError, InfraError
+from megadapo.models.folder import copy_small_files
 from megadapo.observe.files import replace_text
 from megadapo.observe.plot import PLOT_FILE, plot_runs
-from megadapo.observe.run_records import RESOLVED_FILE
+from megadapo.observe.run_records import MODEL_FOLDER, RESOLVED_FILE
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
@@ -91,6 +92,7 @@ class Run:
             run.checkpoints.models = models
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+            copy_small_files(Path(config.model.path), folder / MODEL_FOLDER)
             run.checkpoints.resume_from(point)
             run._restore_step()
             run.log.show(*warnings, *changes)

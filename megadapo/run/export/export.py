@@ -18,7 +18,7 @@ from megadapo import __version__
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import read_json, resolve_model_folder
-from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
+from megadapo.observe.run_records import MODEL_FOLDER, RESOLVED_FILE, RunRecords
 from megadapo.run.state.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
@@ -136,7 +136,7 @@ def export_checkpoint(
     check_new(destination)
     config = source.run_config()
     base_name = model or _trained_model(source.checkpoint.path, config, kind)
-    base = _base_folder(base_name)
+    base = _base_folder(base_name, source.run_folder)
     weights = _open_weights(source, base, kind)
     card = _model_card(source, config, base_name, kind=kind, quantized=quantize)
     with new_folder(destination) as partial:
@@ -167,10 +167,11 @@ def config_folder(weights: Path, model: str | None) -> Path:
     """
     if (weights / "config.json").is_file():
         return weights
-    config = {}
+    config, run_folder = {}, None
     if (weights.parent / MANIFEST).is_file():
-        config = find_source(weights.parent).run_config()
-    return _base_folder(model or _trained_model(weights, config, "policy"))
+        source = find_source(weights.parent)
+        config, run_folder = source.run_config(), source.run_folder
+    return _base_folder(model or _trained_model(weights, config, "policy"), run_folder)
 
 
 def _trained_model(weights: Path, config: dict[str, Any], kind: Kind) -> str:
@@ -186,7 +187,11 @@ def _trained_model(weights: Path, config: dict[str, Any], kind: Kind) -> str:
     return path
 
 
-def _base_folder(name: str) -> Path:
+def _base_folder(name: str, run_folder: Path | None) -> Path:
+    """Return the folder of a model, or the run's copy of its files if it is not here any more."""
+    copy = None if run_folder is None else run_folder / MODEL_FOLDER
+    if copy is not None and copy.is_dir() and not Path(name).is_dir():
+        return copy
     try:
         return resolve_model_folder(name, with_weights=False)
     except DataError as error:

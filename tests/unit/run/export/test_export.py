@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from megadapo.cli import main
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, WeightError
-from megadapo.models.folder import resolve_model_folder
+from megadapo.models.folder import copy_small_files, resolve_model_folder
+from megadapo.observe.run_records import MODEL_FOLDER
 from megadapo.run.export.export import export_checkpoint, find_source, set_padding
 from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk import export
@@ -70,6 +71,19 @@ def test_transformers_computes_the_trained_weights(finished, tiny_model, tmp_pat
         tokens = torch.arange(2, 40)[None]
         assert torch.equal(exported(tokens).logits, expected(tokens).logits)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == exported.config.vocab_size
+
+
+def test_moved_run_is_exported_without_the_models_folder(run, tiny_model, tmp_path):
+    """Its path is relative to a folder that nobody is in any more."""
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["path"] = "elsewhere/model"
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="relative to the current folder"):
+        export_checkpoint(find_source(run), tmp_path / "out")
+    copy_small_files(tiny_model, run / MODEL_FOLDER)
+    assert not list((run / MODEL_FOLDER).glob("*.safetensors"))
+    export_checkpoint(find_source(run), tmp_path / "out")
+    assert is_times(tmp_path / "out", tiny_model, 3)
 
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoints/step-2"])
