@@ -74,10 +74,13 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
             files.add_row(what, str(folder / name))
     console = console or Console()
     console.print(Group(table, cost_table, Text(), files, Text()))
+    responses = f"Read responses:   megadapo show {folder} [STEP]\n" * bool(run.saved_steps)
     console.print(
+        f"{responses}"
+        f"Write a report:   megadapo report {folder}\n"
+        f"Export the model: megadapo export {folder} DST\n"
         f"Train further:    megadapo {command} {folder} --run.num_steps=N\n"
-        f"Draw the curves:  megadapo plot {folder}\n"
-        f"Write a report:   megadapo report {folder}",
+        f"Curves here:      megadapo top {folder}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -23,7 +23,7 @@ from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Vari
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from megadapo.observe.run_records import RunRecords
-from megadapo.observe.tables import TextTable, formatted
+from megadapo.observe.tables import TextTable, formatted, ranges
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
@@ -182,7 +182,8 @@ def compare(
         if obstacle is not None:
             notes.append(
                 f"Clip shares of fresh tokens need the weights after step {step}: it has no "
-                f"checkpoint, and its updates cannot be repeated, because {obstacle}."
+                f"checkpoint, and its updates cannot be repeated, because {obstacle}. Steps for "
+                f"which that is possible: {_possible_steps(config) or 'none'}."
             )
         title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
         yield _comparison(title, names, variants, found, notes)
@@ -332,6 +333,14 @@ def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Checkpoint | Non
     if config.trainer.router_aux_loss_coef != 0.0:
         return "trainer.router_aux_loss_coef takes part in them"
     return None
+
+
+def _possible_steps(config: RunConfig) -> str:
+    """List the steps whose weights after their updates are there or can be computed."""
+    kept = {0, *checkpoints_of(config.run.folder)}
+    is_whole = config.observe.saved_groups == "all"
+    saved = RunRecords(config.run.folder).saved_steps
+    return ranges([one for one in saved if one in kept or (is_whole and one - 1 in kept)])
 
 
 def _step_of(weights: Checkpoint | None) -> int:
