@@ -18,7 +18,13 @@ from megadapo.observe.metrics.records import (
     read_evaluations,
     read_metrics,
 )
-from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, saved_steps, step_file
+from megadapo.observe.rollouts.files import (
+    HELD_OUT_FOLDER,
+    ROLLOUTS_FOLDER,
+    read_rollouts,
+    saved_steps,
+    step_file,
+)
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_warnings import run_warnings
 from megadapo.observe.tables import ranges
@@ -116,10 +122,12 @@ class RunRecords:
         """Yield the saved groups of a step, by prompt index."""
         return read_rollouts(step_file(self.folder / folder, step))
 
-    def all_groups(self) -> Iterator[SavedGroup]:
+    def all_groups(self, *, with_held_out: bool = False) -> Iterator[SavedGroup]:
         """Yield the saved groups of all steps, one at a time: they may not fit into memory."""
-        for step in self.saved_steps:
-            yield from self.groups(step)
+        folders = (ROLLOUTS_FOLDER, HELD_OUT_FOLDER)[: 1 + with_held_out]
+        places = [(step, one) for one in folders for step in saved_steps(self.folder, one)]
+        for step, folder in sorted(places):
+            yield from self.groups(step, folder)
 
     @cached_property
     def log_lines(self) -> list[str]:

@@ -177,9 +177,10 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
     for run, folder in enumerate(folders):
         counts = SavedRun()
         saved.runs.append(counts)
-        for group in RunRecords(folder).all_groups():
+        for group in RunRecords(folder).all_groups(with_held_out=True):
             entry = _entry(run, group)
-            counts.add(entry.step, group.group.lengths, group.group.correct)
+            if group.disposition != "held_out":
+                counts.add(entry.step, group.group.lengths, group.group.correct)
             shown: dict[str, object] = {
                 "prompt": encode(group.prompt),
                 "responses": [_shown_response(response) for response in group.responses],

@@ -17,7 +17,12 @@ from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.report import page as report
 from megadapo.observe.report.page import judge, read_runs, read_series, render, script_json
 from megadapo.observe.report.responses import MAX_COLUMNS, SavedRun, read_responses
-from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.rollouts.files import (
+    HELD_OUT_FOLDER,
+    rollouts_path,
+    step_file,
+    write_rollouts,
+)
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
 from tests.support.runs.recorded_runs import record_run
@@ -203,6 +208,15 @@ def test_distributions_of_many_steps_share_columns():
     heat = counts.length()
     assert len(heat.columns) <= MAX_COLUMNS and heat.columns[0] == (1, 3)
     assert sum(map(sum, heat.counts)) == 3 * MAX_COLUMNS - 1
+
+
+def test_held_out_groups_are_listed_and_not_counted(tmp_path):
+    save(tmp_path, saved_group(step=2))
+    held_out = saved_group(step=2, disposition="held_out")
+    write_rollouts(step_file(tmp_path / HELD_OUT_FOLDER, 2), [held_out])
+    saved = read_responses([tmp_path])
+    assert [one.disposition for one in saved.contents()[0]] == ["trained", "held_out"]
+    assert saved.runs[0].num_groups == 1
 
 
 def test_saved_groups_come_through_and_are_listed(tmp_path):

@@ -10,6 +10,7 @@ const DISPOSITIONS = {
   all_wrong: "all wrong",
   out_of_band: "out of band",
   equal: "equal rewards",
+  held_out: "held out",
 };
 
 let chunks = null;
