@@ -74,7 +74,7 @@ def test_transformers_computes_the_trained_weights(finished, tiny_model, tmp_pat
 
 
 def test_moved_run_is_exported_without_the_models_folder(run, tiny_model, tmp_path):
-    """Its path is relative to a folder that nobody is in any more."""
+    """Its path is relative to the folder in which the run was started."""
     config = json.loads((run / "config.json").read_text())
     config["model"]["path"] = "elsewhere/model"
     (run / "config.json").write_text(json.dumps(config))
