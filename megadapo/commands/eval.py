@@ -102,7 +102,8 @@ def _told(console: Console) -> Iterator[None]:
     """Print what the package logs; SIGTERM stops like Ctrl-C."""
     from rich.logging import RichHandler
 
-    package, handler = logging.getLogger("megadapo"), RichHandler(console=console, show_path=False)
+    handler = RichHandler(console=console, show_time=False, show_level=False, show_path=False)
+    package = logging.getLogger("megadapo")
     package.addHandler(handler)
     package.setLevel(logging.INFO)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

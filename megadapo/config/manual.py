@@ -35,7 +35,7 @@ A run is described by one TOML file with these sections. Any key can be set on t
 `megadapo train configs/quickstart.toml --trainer.optimizer.lr=2e-5`. A value on the command line is
 read as TOML, or as plain text if it is not valid TOML. With `extends = "other.toml"` a file states
 only its differences from another one. TOML has no null; `"none"` stands for it, and removes an
-inherited source of `data.train` or `data.held_out`. Files and folders of a recipe are looked up in the
+inherited source of `data.train` or `data.held_out`. Input files and folders are looked up in the
 working folder and beside the recipe.
 
 `megadapo train CONFIG --dry-run` checks everything and prints the resolved configuration. `megadapo

@@ -102,6 +102,7 @@ class Evaluations:
         self._polling = threading.Lock()
         self._step = 0
         self._running: EvaluationInProgress | None = None
+        self._newest: EvaluationInProgress | None = None
         self._closing = ExitStack()
         self._finished: list[Scored] = []
 
@@ -129,6 +130,7 @@ class Evaluations:
                 *(step, running.num_from_journal),
             )
         self._step, self._running = step, self._closing.enter_context(running)
+        self._newest = running
         if reserved is not None:
             running.submit()
         elif self._config.evaluation.placement == "alone" or is_last:
@@ -167,11 +169,9 @@ class Evaluations:
         self._finished.append((self._record(running, result), groups))
 
     def so_far(self) -> EvaluationRecord | None:
-        """Return the result on the problems that have answers; None without any."""
-        running = self._running
-        if running is None or not running.groups:
-            return None
-        return self._record(running, running.so_far)
+        """Return the newest evaluation's result on the problems with answers; None without any."""
+        newest = self._newest
+        return None if newest is None or not newest.groups else self._record(newest, newest.so_far)
 
     def _record(self, running: EvaluationInProgress, result: Evaluation) -> EvaluationRecord:
         return EvaluationRecord(
