@@ -9,6 +9,7 @@ chat template.
 
     python tools/make_base_model.py configs/quickstart-base
     python tools/make_base_model.py configs/chain-base --task arithmetic-chain
+    python tools/make_base_model.py configs/styles-base --task arithmetic-styles
     python tools/make_base_model.py configs/experts-base --experts 8
     python tools/make_base_model.py runs/student --layers 2
     python tools/make_base_model.py configs/agent-base --chats runs/guess-games.jsonl
@@ -19,11 +20,12 @@ It is a Qwen2, or with experts a Qwen3-MoE.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +63,8 @@ Example = tuple[list[int], Response]
 class Recipe:
     """Settings of the supervised run of a task."""
 
-    direct_share: float
-    """Share of direct answers in the data."""
+    shares: dict[Kind, float]
+    """Share of each kind of answer in the data."""
     batch_size: int
     """Number of answers in a step."""
     num_steps: int
@@ -75,13 +77,28 @@ class Recipe:
 
 RECIPES = {
     "arithmetic": Recipe(
-        direct_share=0.7, batch_size=128, num_steps=1400, max_positions=256, short_first=0.0
+        shares={"direct": 0.7, "steps": 0.3},
+        batch_size=128,
+        num_steps=1400,
+        max_positions=256,
+        short_first=0.0,
     ),
     "arithmetic-chain": Recipe(
-        direct_share=0.3, batch_size=64, num_steps=800, max_positions=1024, short_first=0.5
+        shares={"direct": 0.3, "steps": 0.7},
+        batch_size=64,
+        num_steps=800,
+        max_positions=1024,
+        short_first=0.5,
+    ),
+    "arithmetic-styles": Recipe(
+        shares={"direct": 0.05, "steps": 0.3, "wordy": 0.65},
+        batch_size=64,
+        num_steps=2500,
+        max_positions=256,
+        short_first=0.3,
     ),
 }
-CHATS = Recipe(direct_share=0.0, batch_size=64, num_steps=1400, max_positions=256, short_first=0.0)
+CHATS = Recipe(shares={}, batch_size=64, num_steps=1400, max_positions=256, short_first=0.0)
 
 
 def main() -> None:
@@ -98,6 +115,13 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default 4)")
     parser.add_argument("--steps", type=int, help="supervised steps (default: the task's)")
+    parser.add_argument(
+        "--shares",
+        type=json.loads,
+        metavar="JSON",
+        help='share of each kind of answer, such as {"direct": 0.9, "steps": 0.1} (default: the '
+        "task's)",
+    )
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     options = parser.parse_args()
@@ -111,6 +135,7 @@ def main() -> None:
         num_layers=options.layers,
         start=options.start,
         num_steps=options.steps,
+        shares=options.shares,
         lr=options.lr,
         seed=options.seed,
     )
@@ -126,6 +151,7 @@ def make_base_model(
     num_layers: int = 4,
     start: Path | None = None,
     num_steps: int | None = None,
+    shares: dict[Kind, float] | None = None,
     lr: float,
     seed: int,
 ) -> list[float]:
@@ -134,9 +160,11 @@ def make_base_model(
     Args:
         chats: file of chats to learn instead of the task.
         num_experts: experts per layer; 0 for an MLP.
+        shares: share of each kind of answer; None for the task's.
         start: base model of the same shape to continue from; None for random weights.
     """
     recipe = RECIPES[task] if chats is None else CHATS
+    recipe = replace(recipe, shares=shares or recipe.shares)
     num_steps = num_steps or recipe.num_steps
     examples: Sequence[Problem] | Sequence[Example]
     if chats is None:
@@ -319,7 +347,7 @@ def _example(
     """Return an encoded chat as it is, or a problem with a worked answer."""
     if not isinstance(example, Problem):
         return example
-    kind: Kind = "direct" if rng.random() < recipe.direct_share else "steps"
+    [kind] = rng.choices(list(recipe.shares), list(recipe.shares.values()))
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(example, rng, kind=kind, wrong=wrong)
     ids = np.array([*tokenizer.encode(text), tokenizer.eos_token_id], dtype=np.int32)

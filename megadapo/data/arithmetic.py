@@ -2,7 +2,9 @@
 
 A small model can learn to reason with them on a small machine: an answer can be given directly or
 step by step, and only the second way is easy. `arithmetic` has three terms, `arithmetic-chain` 3 to
-40, so that a few answers are many times as long as most. Train and held-out problems are disjoint.
+40, so that a few answers are many times as long as most. `arithmetic-styles` has 3 to 7, and can be
+answered in a wordy way too, with the whole remaining sum at each step. Train and held-out problems
+are disjoint.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from typing import Literal
 from megadapo.errors import DataError
 
 Split = Literal["train", "held_out"]
-Kind = Literal["direct", "steps"]
+Kind = Literal["direct", "steps", "wordy"]
 
 MIN_TERM, MAX_TERM = 10, 99
 MIN_CHAIN, MAX_CHAIN = 3, 40
 # number of terms in a chain before it is bounded: the mean is 9, one in twenty has 20 or more
 MEDIAN_CHAIN, CHAIN_SIGMA = 7.0, 0.65
-# running totals of a chain have the digits of the largest sum, so that steps have one length
-CHAIN_DIGITS = 4
+MAX_STYLES = 7
+# running totals have the digits of the largest sum, so that steps have one length
+DIGITS = {"arithmetic": 1, "arithmetic-chain": 4, "arithmetic-styles": 3}
 # one sum in ten, in every order of its terms, is held out
 HELD_OUT_PERIOD = 10
 # half of the smaller split of three terms, so that rejection sampling of distinct problems is fast
@@ -83,9 +86,15 @@ def chain_terms(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.sample(range(MIN_TERM, MAX_TERM + 1), num_terms))
 
 
+def styles_terms(rng: random.Random) -> tuple[int, ...]:
+    """Draw the distinct terms of an `arithmetic-styles` problem."""
+    return tuple(rng.sample(range(MIN_TERM, MAX_TERM + 1), rng.randint(MIN_CHAIN, MAX_STYLES)))
+
+
 TASKS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
     "arithmetic": three_terms,
     "arithmetic-chain": chain_terms,
+    "arithmetic-styles": styles_terms,
 }
 """Functions that draw the terms of a problem, by the name of the task."""
 
@@ -126,7 +135,7 @@ def from_source(source: str) -> list[Problem]:
         raise DataError(
             f"{source!r} does not name an arithmetic task; write arithmetic:SPLIT:NUM or "
             "arithmetic:SPLIT:NUM:SEED, for example arithmetic:train:4096, or the same with "
-            "arithmetic-chain"
+            "arithmetic-chain or arithmetic-styles"
         )
     task, split, num_problems, seed = match.groups(default="0")
     return generate(split, int(num_problems), int(seed), task=task)
@@ -150,20 +159,22 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
     """Write a response to a problem that ends in an `Answer:` line.
 
     Args:
-        kind: "direct" gives the answer line alone, "steps" adds the partial sums before it.
+        kind: "direct" gives the answer line alone, "steps" adds the partial sums before it, "wordy"
+            writes the whole remaining sum at each step.
         wrong: make one small error; an error in a partial sum carries over to the answer.
     """
     # an error from -10 to 10 without 0, too small to make a sum negative
     slip = rng.choice((-1, 1)) * rng.randint(1, 10) if wrong else 0
     if kind == "direct":
         return f"Answer: {problem.answer + slip}"
-    digits = CHAIN_DIGITS if problem.task == "arithmetic-chain" else 1
+    digits = DIGITS[problem.task]
     total, *others = problem.terms
     slip_at = rng.randrange(len(others)) if wrong else -1
     steps = []
     for number, term in enumerate(others):
         result = total + term + (slip if number == slip_at else 0)
-        steps.append(f"{total:0{digits}}+{term}={result:0{digits}}")
+        rest = "".join(f"+{one}" for one in others[number + 1 :]) if kind == "wordy" else ""
+        steps.append(f"{total:0{digits}}+{term}{rest}={result:0{digits}}{rest}")
         total = result
     return f"{';'.join(steps)}\nAnswer: {total}"
 

@@ -14,6 +14,7 @@ SHIPPED = {
     "quickstart-base": "arithmetic",
     "chain-base": "arithmetic-chain",
     "experts-base": "arithmetic",
+    "styles-base": "arithmetic-styles",
 }
 """The task of each shipped base model."""
 

@@ -89,7 +89,7 @@ def test_worked_chains_have_30_to_500_tokens() -> None:
             assert low <= len(re.findall(r"\d|[^\d\s]+|\s", text)) <= high
 
 
-@pytest.mark.parametrize("kind", ["direct", "steps"])
+@pytest.mark.parametrize("kind", ["direct", "steps", "wordy"])
 @pytest.mark.parametrize("task", TASKS)
 def test_worked_answers_are_scored_correctly(kind: arithmetic.Kind, task: str) -> None:
     rng = random.Random(0)
@@ -116,7 +116,8 @@ def test_steps_show_every_sum_and_carry_errors(task: str) -> None:
             wrong_at = [i for i, left in enumerate(lefts) if sum(left) != rights[i]]
             assert len(wrong_at) == wrong
             slips.update(wrong_at)
-    assert slips == set(range(2)) if task == "arithmetic" else len(slips) > 10
+    places = {"arithmetic": 2, "arithmetic-chain": 10, "arithmetic-styles": 6}[task]
+    assert slips >= set(range(places))
 
 
 def test_direct_answers_are_shorter() -> None:
@@ -126,6 +127,9 @@ def test_direct_answers_are_shorter() -> None:
     chain = Problem((12, 34, 56), "arithmetic-chain")
     padded = "0012+34=0046;0046+56=0102\nAnswer: 102"
     assert worked_answer(chain, rng, kind="steps") == padded
+    words = "012+34+56=046+56;046+56=102\nAnswer: 102"
+    styles = Problem((12, 34, 56), "arithmetic-styles")
+    assert worked_answer(styles, rng, kind="wordy") == words
 
 
 def test_rows_have_the_columns_of_dapo_math_17k(tmp_path) -> None:
