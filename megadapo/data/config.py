@@ -73,12 +73,13 @@ class DataConfig(Section, title="data"):
 
     train: str | dict[str, str | TrainingSource]
     """Training prompts: a parquet or JSONL file or a folder of them, a Hub dataset
-    ORG/NAME[@REVISION][/PATH], or a built-in task NAME:SPLIT:NUM[:SEED]. NAME is arithmetic (sums of
-    three terms), arithmetic-chain (3 to 40 terms, so lengths have a long tail), arithmetic-styles (3
-    to 7, in a wordy or a short way) or reasoning-gym:WHAT. WHAT is a dataset of that package or a
-    TOML file with several (docs/rollouts.md). A table of names has several sources, such as {math = "a.jsonl",
-    code = {source = "b.jsonl", weight = 0.5}}: prompts are taken in proportion to the weights,
-    which are 1 by default, and a source with few prompts repeats earlier."""
+    ORG/NAME[@REVISION][/PATH], or a built-in task NAME:SPLIT:NUM[:SEED]. NAME is arithmetic (sums
+    of three terms), arithmetic-chain (3 to 40 terms, so lengths have a long tail),
+    arithmetic-styles (3 to 7, in a wordy or a short way) or reasoning-gym:WHAT. WHAT is a dataset
+    of that package or a TOML file with several (docs/rollouts.md). A table of names has several
+    sources, such as {math = "a.jsonl", code = {source = "b.jsonl", weight = 0.5}}: prompts are
+    taken in proportion to the weights, which are 1 by default, and a source with few prompts
+    repeats earlier."""
     held_out: str | dict[str, str] | None = None
     """Evaluation prompts, named in the same ways; none means that the run is not evaluated. A table
     of names has several sets, each with its own accuracy; the run's accuracy is their mean, with
