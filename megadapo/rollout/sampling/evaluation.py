@@ -341,6 +341,9 @@ class EvaluationInProgress:
                     f"evaluation: {last.source} failed on all responses to problem "
                     f"{group.prompt.id}: {last.reason}"
                 )
+            # experts are for updates, and those of all problems may take gigabytes
+            responses = tuple(replace(one, experts=None) for one in group.responses)
+            group = replace(group, responses=responses)
             self._groups[group.prompt_index] = group
             if self._journal is not None and not group.failures:
                 self._journal.append(self._held_out.digest(group.prompt_index), group)

@@ -244,6 +244,32 @@ def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monk
     assert caplog.text.count("are requested again after a kill") == 2
 
 
+class Routing(ScriptedEngines):
+    """Engines that return the experts of each token."""
+
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(one, experts=np.zeros((len(one.token_ids), 2, 1), dtype=np.uint8))
+                    for one in group.responses
+                ),
+            )
+            for group in super().finished(timeout_s)
+        ]
+
+
+def test_experts_of_an_evaluation_are_not_kept(tmp_path):
+    """Those of all held-out responses of a 30B model are gigabytes, and nothing reads them."""
+    asked, journal = held_out(make_prompts(2)), journal_in(tmp_path)
+    with EvaluationInProgress(Routing(), RightAtLeast(BOUND), asked, journal) as running:
+        running.finish()
+        responses = [one for group in running.groups for one in group.responses]
+    assert len(responses) == 10 and all(one.experts is None for one in responses)
+    assert b"uint8" not in next(tmp_path.iterdir()).read_bytes()
+
+
 def test_stopped_evaluation_has_a_result_on_the_problems_with_answers():
     """A stop after minutes would show nothing."""
     sets = {"a": make_prompts(2), "b": make_prompts(4)[2:]}
