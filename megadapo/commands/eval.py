@@ -76,7 +76,7 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         _told(console),
-        start_workers(config, Spinner(console), checkpoint, folder=folder) as workers,
+        start_workers(config, Spinner(console), checkpoint, answers=folder) as workers,
     ):
         rollouts = workers.rollouts
         assert isinstance(rollouts, LiveRollouts), "nothing is replayed"

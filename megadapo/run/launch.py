@@ -75,6 +75,7 @@ def start_workers(
     replay: Path | None = None,
     repeated: Path | None = None,
     folder: Path | None = None,
+    answers: Path | None = None,
     unfinished: Checkpoint | None = None,
     status: StatusFile | None = None,
 ) -> Iterator[Workers]:
@@ -85,6 +86,7 @@ def start_workers(
         repeated: folder of a run whose schedule to repeat.
         folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
             None: they are lost.
+        answers: where results of an evaluation survive if not in `folder`.
         unfinished: an older checkpoint, to resume its evaluation; step 0: the first weights.
         status: receives the progress of trainer and engines, and the state of the engines; with
             it and `folder`, engines join and leave.
@@ -105,7 +107,7 @@ def start_workers(
         if replay is None:
             workers = _start_live(
                 *(config, settings, phases, stack, inputs, texts),
-                *(folder, repeated, status),
+                *(folder, answers or folder, repeated, status),
             )
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
@@ -162,6 +164,7 @@ def _start_live(
     inputs: SamplingInputs,
     pretraining_data: PretrainingStream | None,
     folder: Path | None,
+    answers: Path | None,
     repeated: Path | None,
     status: StatusFile | None,
 ) -> Workers:
@@ -180,7 +183,7 @@ def _start_live(
         inputs,
         phases,
         fingerprint=publisher.fingerprint,
-        folder=folder,
+        folder=answers,
         reserved=_reserved_engine(config, trainer, reserved, watch),
     )
     stack.callback(evaluations.close)
