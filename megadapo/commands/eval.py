@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from megadapo.config import RunConfig
     from megadapo.observe.metrics.records import EvaluationRecord
+    from megadapo.run.evaluations import Scored
+    from megadapo.run.rollouts import LiveRollouts
 
 
 SUFFIX = "-eval"
@@ -78,23 +80,28 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         _told(console),
         start_workers(config, Spinner(console), checkpoint, answers=folder) as workers,
     ):
-        rollouts = workers.rollouts
-        assert isinstance(rollouts, LiveRollouts), "nothing is replayed"
-        rollouts.publish(policy_version=step)
-        try:
-            rollouts.evaluate(step)
-        except KeyboardInterrupt:
-            if (partial := rollouts.evaluations.so_far()) is not None:
-                console.print("stopped; the same command continues. Until now:")
-                _print_record(console, partial)
-            raise
-        [(record, groups)] = rollouts.scored()
+        assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
+        record, groups = _scored(workers.rollouts, step, console)
     if groups:
         write_rollouts(step_file(folder / HELD_OUT_FOLDER, step), groups)
         console.print(f"responses: megadapo show {folder} {step} --held-out", soft_wrap=True)
     journal_path(folder, EVALUATION, step).unlink(missing_ok=True)
     _print_record(console, record)
     return record
+
+
+def _scored(rollouts: LiveRollouts, step: int, console: Console) -> Scored:
+    """Return the result; a stop prints the one on the problems with answers."""
+    rollouts.publish(policy_version=step)
+    try:
+        rollouts.evaluate(step)
+    except KeyboardInterrupt:
+        if (partial := rollouts.evaluations.so_far()) is not None:
+            console.print("stopped; the same command continues. Until now:")
+            _print_record(console, partial)
+        raise
+    [found] = rollouts.scored()
+    return found
 
 
 @contextmanager
