@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megadapo.config import manual
 
+    if arguments.name is not None and (arguments.schema or arguments.markdown or arguments.metrics):
+        raise ConfigError(f"{arguments.name}: --schema, --markdown and --metrics print everything")
     if arguments.schema:
         print(json.dumps(manual.json_schema(), indent=2))
         return 0

@@ -10,6 +10,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,9 @@ def _with_paths_beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     def found(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: found(one) for name, one in value.items()}
-        is_here = not isinstance(value, str) or "\0" in value or Path(value).exists()
-        return value if is_here or not (folder / value).exists() else str(folder / value)
+        # unlike Path.exists, this takes any text
+        is_here = not isinstance(value, str) or exists(value)
+        return value if is_here or not exists(folder / value) else str(folder / value)
 
     for *sections, key in INPUT_PATHS:
         section: Any = table

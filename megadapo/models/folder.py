@@ -86,7 +86,8 @@ def copy_small_files(model: Path, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.part")
     partial.mkdir(exist_ok=True)
     for path in (path for pattern in SMALL_FILES for path in model.glob(pattern)):
-        shutil.copyfile(path, partial / path.name)
+        if path.is_file():
+            shutil.copyfile(path, partial / path.name)
     partial.rename(folder)
 
 

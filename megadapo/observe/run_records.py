@@ -31,9 +31,9 @@ from megadapo.observe.tables import ranges
 
 LOG_FILE = "log.txt"
 RESOLVED_FILE = "config.json"
+"""The resolved configuration in a run's folder."""
 MODEL_FOLDER = "model"
 """Folder of the trained model's configuration and tokenizer, without which there is no export."""
-"""The resolved configuration in a run's folder."""
 
 
 def leaves(

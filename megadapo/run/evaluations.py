@@ -167,9 +167,11 @@ class Evaluations:
             result = running.finish()
         groups = held_out_groups(self._step, running.groups, self._config, self._inputs.tokenizer)
         self._finished.append((self._record(running, result), groups))
+        # its groups may take hundreds of megabytes
+        self._newest = None
 
     def so_far(self) -> EvaluationRecord | None:
-        """Return the newest evaluation's result on the problems with answers; None without any."""
+        """Return an unfinished evaluation's result on problems with answers; None without any."""
         newest = self._newest
         return None if newest is None or not newest.groups else self._record(newest, newest.so_far)
 

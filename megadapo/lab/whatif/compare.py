@@ -338,9 +338,13 @@ def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Checkpoint | Non
 def _possible_steps(config: RunConfig) -> str:
     """List the steps whose weights after their updates are there or can be computed."""
     kept = {0, *checkpoints_of(config.run.folder)}
-    is_whole = config.observe.saved_groups == "all"
+    repeats = (
+        config.observe.saved_groups == "all"
+        and config.algorithm.pretraining.data is None
+        and config.trainer.router_aux_loss_coef == 0.0
+    )
     saved = RunRecords(config.run.folder).saved_steps
-    return ranges([one for one in saved if one in kept or (is_whole and one - 1 in kept)])
+    return ranges([one for one in saved if one in kept or (repeats and one - 1 in kept)])
 
 
 def _step_of(weights: Checkpoint | None) -> int:

@@ -59,11 +59,12 @@ def saved_groups(
     """
     known = None if config.algorithm.advantage == "gae" else advantages
     trained = _trained_responses(sampled, recorded, known, update)
+    decoding = _decoding(tokenizer)
     for entry in sampled.saved:
         untrained = [_Trained()] * len(entry.group.responses)
         is_trained = entry.disposition == "trained"
         results = trained[entry.group.prompt_index] if is_trained else untrained
-        yield _saved_group(step, entry, results, cross_checks(entry.group), config, tokenizer)
+        yield _saved_group(step, entry, results, cross_checks(entry.group), config, decoding)
 
 
 def held_out_groups(
@@ -71,6 +72,9 @@ def held_out_groups(
 ) -> list[SavedGroup]:
     """Return the groups to save of an evaluation: the first problems."""
     number = config.observe.saved_groups
+    if number == 0:
+        return []
+    decoding = _decoding(tokenizer)
     return [
         _saved_group(
             step,
@@ -83,10 +87,16 @@ def held_out_groups(
             [_Trained()] * len(group.responses),
             [score.symbolic_correct for score in group.scores],
             config,
-            tokenizer,
+            decoding,
         )
         for group in groups[: None if number == "all" else number]
     ]
+
+
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Decode, Mapping[int, str]]:
+    """Return what decodes tokens, and the names of special tokens."""
+    known = tokenizer.added_tokens_decoder.items()
+    return decoder_of(tokenizer), {number: one.content for number, one in known if one.special}
 
 
 def _saved_group(
@@ -95,14 +105,9 @@ def _saved_group(
     trained: Sequence[_Trained],
     symbolic: Sequence[bool | None],
     config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    decoding: tuple[Decode, Mapping[int, str]],
 ) -> SavedGroup:
-    group, decode = entry.group, decoder_of(tokenizer)
-    names = {
-        number: token.content
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
+    group, (decode, names) = entry.group, decoding
     return SavedGroup(
         step=step,
         prompt_index=group.prompt_index,

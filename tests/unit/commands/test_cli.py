@@ -172,6 +172,8 @@ def test_dry_run_prints_configuration_and_starts_nothing(recipe, tmp_path, monke
     [
         (["train", "{recipe}", "--dry-run", "--run.sed=5"], 2, "run.seed"),
         (["trian", "{recipe}"], 2, "trian: unknown command; did you mean train?"),
+        (["config", "trainer", "--schema"], 2, "trainer: --schema, --markdown and"),
+        (["config", "--diff", "{recipe}"], 2, "megadapo config RECIPE --diff BASE"),
         (["xyz"], 2, "xyz: unknown command; see megadapo --help"),
         (["train", "{recipe}", "--dry-run", "--dryrun"], 2, "unknown argument"),
         (["train", "{recipe}", "--dry-run", "--dry"], 2, "unknown argument"),

@@ -166,6 +166,11 @@ def test_input_paths_are_found_beside_the_file_that_names_them(
     monkeypatch.chdir(recipe.parent)
     first, second = load_config(over).data.train.values()
     assert (first, second.source) == (str(folder / "rows.jsonl"), str(folder / "own.jsonl"))
+    # a text that no file system takes
+    assert load_config(over, ["data.held_out=" + "x" * 5000]).data.held_out == "x" * 5000
+    (folder / "base.toml").write_text(base + f'd = "{"y" * 5000}"\n')
+    assert load_config(over).data.train["d"] == "y" * 5000
+    (folder / "base.toml").write_text(base)
     (recipe.parent / "rows.jsonl").touch()
     assert [*load_config(over, ["data.train.b=none"]).data.train.values()] == ["rows.jsonl"]
 

@@ -80,7 +80,10 @@ def test_moved_run_is_exported_without_the_models_folder(run, tiny_model, tmp_pa
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="relative to the current folder"):
         export_checkpoint(find_source(run), tmp_path / "out")
-    copy_small_files(tiny_model, run / MODEL_FOLDER)
+    shutil.copytree(tiny_model, model := run.parent / "model")
+    # some models have a folder of licences
+    (model / "LICENSES").mkdir()
+    copy_small_files(model, run / MODEL_FOLDER)
     assert not list((run / MODEL_FOLDER).glob("*.safetensors"))
     export_checkpoint(find_source(run), tmp_path / "out")
     assert is_times(tmp_path / "out", tiny_model, 3)
