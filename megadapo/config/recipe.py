@@ -35,6 +35,8 @@ INPUT_PATHS: tuple[KeyPath, ...] = (
     ("data", "held_out"),
 )
 """Keys of files and folders that are also looked up beside the recipe."""
+CONFIGS = "configs/"
+"""Beginning of the paths that are also looked up among the recipes of the package."""
 
 
 def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -43,7 +45,7 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], di
     Returns:
         The table, and the texts of the overrides that TOML reads as another type.
     """
-    path = path / RESOLVED_FILE if path.is_dir() else path
+    path = path / RESOLVED_FILE if path.is_dir() else Path(_shipped(str(path)))
     table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
     texts: dict[KeyPath, str] = {}
     for override in overrides:
@@ -53,6 +55,13 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], di
         if not isinstance(value, str):
             texts[keys] = text
     return _without_removed(table), texts
+
+
+def _shipped(path: str) -> str:
+    """Return the place in the package of a path below configs/ that does not exist here."""
+    in_package = Path(__file__).parents[1] / path
+    is_shipped = path.startswith(CONFIGS) and not exists(path) and exists(in_package)
+    return str(in_package) if is_shipped else path
 
 
 def _without_removed(table: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +167,9 @@ def _with_paths_beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             return {name: found(one) for name, one in value.items()}
         # unlike Path.exists, this takes any text
-        is_here = not isinstance(value, str) or exists(value)
-        return value if is_here or not exists(folder / value) else str(folder / value)
+        if not isinstance(value, str) or exists(value):
+            return value
+        return str(folder / value) if exists(folder / value) else _shipped(value)
 
     for *sections, key in INPUT_PATHS:
         section: Any = table

@@ -175,6 +175,18 @@ def test_input_paths_are_found_beside_the_file_that_names_them(
     assert [*load_config(over, ["data.train.b=none"]).data.train.values()] == ["rows.jsonl"]
 
 
+def test_recipes_of_the_package_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed wheel had no recipe, and a recipe's model was found in a checkout alone."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config("configs/quickstart.toml")
+    assert (Path(config.model.path) / "model.safetensors").is_file()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.toml").write_text("run.seed = 4\n")
+    assert "model" in refused(Path("configs/quickstart.toml"))
+
+
 def test_extends_in_a_ring_is_refused(recipe: Path) -> None:
     (recipe.parent / "a.toml").write_text('extends = "b.toml"\n')
     (recipe.parent / "b.toml").write_text('extends = "a.toml"\n')
