@@ -2,117 +2,37 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megadapo.data.prompts import Prompt
-from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.report.page import write_report
-from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
-from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
+from megadapo.observe.rollouts.files import (
+    HELD_OUT_FOLDER,
+    rollouts_path,
+    step_file,
+    write_rollouts,
+)
+from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.tables import TextTable
-from tests.support.processes.chromium import Page, chromium
+from tests.support.processes.chromium import Page
 from tests.support.rollout.saved_groups import (
     CONTROL,
     CONTROL_MARK,
     awkward_group,
     saved_episode,
     saved_group,
-    saved_response,
-    untrained,
 )
-from tests.support.runs.recorded_runs import evaluation_record, forget
+from tests.support.runs.demo_run import HOSTILE, demo_run
+from tests.support.runs.recorded_runs import forget
 
 pytestmark = pytest.mark.browser
 
-HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<!--<script"
 ITEMS = "#responses .group-item"
 BODIES = "#responses .response-text"
-
-
-def demo_run(folder: Path, *, num_steps: int = 6, long_tokens: int = 4) -> Path:
-    """Write a run of which steps 1 to 3 have saved groups, the last with a long response."""
-    with MetricsLog(folder) as log:
-        for step in range(1, num_steps + 1):
-            values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
-            log.record(values | {"step": step, "policy_version": step, "time/step_s": 2.0})
-        for step in (0, num_steps):
-            log.record_evaluation(evaluation_record(step))
-    (folder / "config.json").write_text(json.dumps({"run": {"num_steps": num_steps}}))
-    for step, groups in enumerate(_steps(long_tokens), start=1):
-        write_rollouts(rollouts_path(folder, step), groups)
-    return folder
-
-
-def _steps(long_tokens: int) -> list[list[SavedGroup]]:
-    clipped = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0])
-    lowered = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0], correct=False)
-    return [
-        [
-            _group(1, clipped, lowered),
-            _group(2, _response("all good", trained=False), disposition="all_correct"),
-        ],
-        [
-            _group(3, _response("needle in hay"), _response("hay", correct=False)),
-            _group(
-                4, _response("7"), _response("never ends", correct=False, finish_reason="length")
-            ),
-            _group(5, _response(HOSTILE), _response("no", correct=False, symbolic_correct=True)),
-        ],
-        [
-            _group(
-                6,
-                _response(("late" * long_tokens)[:long_tokens], version=1),
-                _response("fresh", correct=False, version=2),
-            )
-        ],
-    ]
-
-
-def _group(
-    prompt_index: int, *responses: SavedResponse, disposition: Disposition = "trained"
-) -> SavedGroup:
-    question = HOSTILE if prompt_index == 5 else f"question {prompt_index}"
-    return replace(
-        saved_group(*responses, prompt_index=prompt_index, disposition=disposition),
-        step=1 + (prompt_index > 2) + (prompt_index > 5),
-        prompt=Prompt(f"id-{prompt_index}", (("user", question),), "2", "test"),
-    )
-
-
-def _response(
-    text: str,
-    *,
-    correct: bool = True,
-    trained: bool = True,
-    ratios: Sequence[float] = (1.0,),
-    version: int = 0,
-    **values: object,
-) -> SavedResponse:
-    """A response whose tokens are its characters; `ratios` are update over old."""
-    old, reward = np.full(len(text), -0.5, dtype=np.float32), 1.0 if correct else -1.0
-    values |= {"correct": correct, "reward": reward, "shaped_reward": reward, "penalty": 0.0}
-    values |= {"logprobs": old, "policy_versions": np.full(len(text), version, dtype=np.int32)}
-    values.setdefault("symbolic_correct", None)
-    if not trained:
-        return untrained(text, **values)
-    update = old + np.log(ratios).astype(np.float32)
-    return saved_response(
-        text, logprobs_old=old, logprobs_update=update, advantage=reward, **values
-    )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as page:
-        page.resize(1280, 900)
-        yield page
 
 
 @pytest.fixture(scope="module")
@@ -553,7 +473,10 @@ def test_odd_groups_and_a_single_step_are_shown(show, tmp_path):
         log.record({"step": 1, "policy_version": 1, "policy/loss": math.nan, "accuracy/mean": 0.5})
     folder = tmp_path / "odd"
     write_rollouts(rollouts_path(folder, 4), [awkward_group()])
+    held_out = saved_group(step=5, disposition="held_out")
+    write_rollouts(step_file(folder / HELD_OUT_FOLDER, 5), [held_out])
     page = show(folder)
+    assert page.text("#responses .note").startswith("All 1 saved group.")
     for mode in ("text", "ratio", "clip", "probability", "version"):
         page.wait(f"document.querySelectorAll('{BODIES}').length === 3")
         page.click(f"[data-mode={mode}]")
@@ -567,11 +490,43 @@ def test_odd_groups_and_a_single_step_are_shown(show, tmp_path):
     assert lines[lines.index("score of step 1 of 2") + 1] == "0.1"
 
 
-@pytest.mark.parametrize("width", [1280, 2000, 420])
-def test_nothing_is_wider_than_the_window(browser, report, width):
-    browser.resize(width, 900)
-    browser.open(report)
+def test_panels_of_zeros_are_named_and_noisy_lines_are_pale_below_their_mean(show, tmp_path):
+    """Catches a hidden NaN, and a mean that leans, replaces values or rounds a steady line."""
+    with MetricsLog(tmp_path / "run") as log:
+        for step in range(1, 41):
+            values = {"rollout/preemptions": int(step == 40), "policy/loss": math.nan}
+            values |= {"policy/grad_norm": step + 3 * (-1) ** step, "policy/lr": min(step, 9) / 9}
+            log.record(values | {"step": step, "accuracy/mean": 0.0})
+    page = show(tmp_path / "run")
+    assert page.texts("#curves h4") == ["Loss", "Gradient norm", "Learning rate", "Preemptions"]
+    assert page.text("#curves > :last-child").startswith("Hidden, as every value is 0: Accuracy.")
+    charts = "[...document.querySelectorAll('#curves .plot')].map(({ plot }) => plot.data)"
+    _, (_, norm, mean), (_, *rate), _ = page.js(charts)
+    assert len(rate) == 1 and norm[:2] == [-2, 5] and [mean[0], mean[-1]] == [-2, 43]
+    assert all(abs(mean[step - 1] - step) < 0.7 for step in range(3, 38))
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (2000, "light"), (390, "light"), (390, "dark")]
+)
+def test_nothing_is_cut_off_or_wider_than_the_window(browser, tmp_path, width, scheme):
+    """A phone cut off the oracles, below all facts; long names and cells must not widen a page."""
+    run = demo_run(tmp_path / ("long" * 40))
+    (run / "config.json").write_text(json.dumps({"model": {"path": "p" * 300, "k" * 90: "v" * 90}}))
+    table = TextTable(title="t" * 90, note="n" * 90, head=["row", "x"], rows=[["r" * 90, "1" * 90]])
+    browser.resize(width, 844)
+    browser.prefer(scheme)
+    browser.open(write_report([run], tmp_path / "report.html", tables=[table]))
     browser.wait(f"document.querySelectorAll('{BODIES}').length > 0")
-    assert browser.js("document.documentElement.scrollWidth") <= width
+    browser.click("#overview summary")
+    assert browser.js("document.scrollingElement.scrollWidth <= innerWidth")
+    assert browser.texts("#overview h3")[0] == "Oracles"
+    parts = "[...document.querySelectorAll('.oracles :is(td, th, .chip)')]"
+    right = f"Math.max(...{parts}.map((node) => node.getBoundingClientRect().right))"
+    box = "document.querySelector('.oracles').parentNode.getBoundingClientRect()"
+    assert browser.js(f"{right} <= {box}.right")
+    inside = "(node) => node.closest('.scroll, .card').clientWidth < innerWidth"
+    assert browser.js(f"[...document.querySelectorAll('table')].every({inside})")
     browser.resize(1280, 900)
+    browser.prefer("light")
     assert_quiet(browser)

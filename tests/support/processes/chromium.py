@@ -41,8 +41,9 @@ class Page:
                 return result
             self._note(answer)
 
-    def open(self, path: Path) -> None:
-        self.call("Page.navigate", url=path.as_uri())
+    def open(self, place: Path | str) -> None:
+        """Open a file, or an address of a server."""
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.as_uri())
         self.wait("document.readyState === 'complete' && document.title !== 'megadapo report'")
 
     def js(self, expression: str) -> Any:
@@ -109,12 +110,12 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width: int, height: int, *, scale: int = 1) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
-            deviceScaleFactor=1,
+            deviceScaleFactor=scale,
             mobile=False,
         )
 

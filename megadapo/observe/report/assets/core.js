@@ -1,7 +1,7 @@
 // What every part uses: the data, elements, numbers as text, colours of the present theme.
 // Whatever came out of a model enters the page as text nodes only, never as markup.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const severalRuns = data.runs.length > 1;
 
 /** Make an element; children are nodes, or strings that become text. */

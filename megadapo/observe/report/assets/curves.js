@@ -3,13 +3,55 @@
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
 function drawCurves() {
-  const hint = "Over the steps. Drag to zoom, double-click to see all steps again.";
+  const hint =
+    "Over the steps; noisy values are pale, below their mean over the steps around. " +
+    "Drag to zoom, double-click to see all steps again.";
   const node = section("curves", "Curves", `${hint} ${thinningNote()}`);
   for (const [heading, panels] of data.sections) {
+    const drawn = panels.filter((panel) => !isZero(panel));
+    if (!drawn.length) continue;
     const grid = el("div", { class: "panels" });
     node.append(el("h3", {}, heading), grid);
-    panels.forEach((panel) => (panel.against ? drawAgainst : drawPanel)(grid, panel));
+    drawn.forEach((panel) => (panel.against ? drawAgainst : drawPanel)(grid, panel));
   }
+  node.append(el("p", { class: "note hidden-panels" }, hiddenPanels()));
+}
+
+/** The curves of a panel's metrics, of all runs. */
+function curvesOf(panel) {
+  const metrics = Object.keys(panel.lines);
+  return data.runs.flatMap(({ series }) => metrics.flatMap((metric) => series[metric] ?? []));
+}
+
+/** Whether every value of a panel is 0. */
+function isZero(panel) {
+  const hasOthers = panel.held_out && data.runs.some((run) => run.evaluations.length);
+  return !hasOthers && curvesOf(panel).every(({ values }) => values.every((v) => v === 0));
+}
+
+function hiddenPanels() {
+  const zero = data.sections.flatMap(([, panels]) => panels.filter(isZero));
+  const titles = [...new Set(zero.map((panel) => panel.title))].join(", ");
+  const also = "Panels without any value are hidden too.";
+  return titles ? `Hidden, as every value is 0: ${titles}. ${also}` : also;
+}
+
+const MIN_SMOOTHED = 20;
+
+/** Whether a line turns often; a mean would only round the corners of another. */
+function isNoisy({ values }) {
+  const turns = values.filter((v, i) => (v - values[i - 1]) * (values[i + 1] - v) < 0).length;
+  return values.length >= MIN_SMOOTHED && turns > values.length / 4;
+}
+
+/** The mean of a tenth of the values around each, fewer at the ends. */
+function smoothed(values) {
+  const most = Math.max(2, Math.round(values.length / 20));
+  return values.map((_, i) => {
+    const reach = Math.min(most, i, values.length - 1 - i);
+    const near = values.slice(i - reach, i + reach + 1).filter((v) => v !== null);
+    return near.length ? near.reduce((sum, v) => sum + v, 0) / near.length : null;
+  });
 }
 
 function thinningNote() {
@@ -78,6 +120,7 @@ function drawPanel(grid, panel) {
     data.runs.some((run) => run.series[metric]?.values.some((value) => value > 0));
   const log = Boolean(panel.log) && lines.some(isPositive);
   const layout = { tables: [], series: [], bands: [], legend: [], notes: [], log };
+  layout.smooth = curvesOf(panel).some(isNoisy);
   lines.forEach(([metric, label], line) => addMetric(layout, metric, label, line));
   if (panel.band.length) addBand(layout, panel.band);
   if (panel.held_out) addHeldOut(layout, lines.length);
@@ -120,20 +163,24 @@ function addMetric(layout, metric, label, line) {
     const curve = run.series[metric];
     if (!curve || !runShown[index]) return;
     const { colour, dash } = lineStyle(index, line);
-    layout.tables.push([
-      curve.steps,
-      layout.log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values,
-    ]);
+    const values = layout.log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values;
+    const smooth = layout.smooth && values.length >= MIN_SMOOTHED;
+    layout.tables.push([curve.steps, values]);
     layout.series.push({
       run: index,
       metric,
       label: lineLabel(index, label),
       mark: colour,
-      stroke: colour,
-      width: 1.75,
-      dash,
+      stroke: smooth ? faded(colour, 0.35) : colour,
+      width: smooth ? 1 : 1.75,
+      dash: smooth ? [] : dash,
       points: { show: curve.steps.length < 3, size: 6, fill: colour },
     });
+    if (smooth) {
+      layout.tables.push([curve.steps, smoothed(values)]);
+      const points = { show: false };
+      layout.series.push({ quiet: true, stroke: colour, width: 1.75, dash, points });
+    }
     layout.notes.push(...curveNotes(curve, lineLabel(index, label), layout.log));
   });
 }
@@ -144,7 +191,7 @@ function addBand(layout, [high, low, label]) {
     const at = (metric) =>
       layout.series.findIndex((line) => line.run === run && line.metric === metric);
     if (at(high) < 0 || at(low) < 0) return [];
-    const fill = faded(layout.series[at(high)].stroke, 0.16);
+    const fill = faded(layout.series[at(high)].mark, 0.16);
     // in uPlot's count the steps are series 0
     layout.bands.push({ series: [at(high) + 1, at(low) + 1], fill });
     return [fill];

@@ -6,22 +6,14 @@ function filterBar() {
     onsubmit: (event) => event.preventDefault(),
     oninput: changed,
   });
-  const dispositions = [...new Set(data.groups.map((group) => group.disposition))];
   view.run = select(
     "run",
     "All runs",
     data.runs.map((run, i) => [i, run.name]),
   );
-  view.step = select(
-    "step",
-    "All steps",
-    [...new Set(data.groups.map((g) => g.step))].sort((a, b) => a - b).map((s) => [s, `step ${s}`]),
-  );
-  view.disposition = select(
-    "disposition",
-    "Any disposition",
-    dispositions.map((disposition) => [disposition, DISPOSITIONS[disposition] ?? disposition]),
-  );
+  view.step = select("step", "All steps", []);
+  view.disposition = select("disposition", "Any disposition", []);
+  fillChoices();
   view.correct = select("correct", "Right and wrong", [
     ["yes", "correct"],
     ["no", "wrong"],
@@ -56,14 +48,30 @@ function filterBar() {
   return bar;
 }
 
+/** Offer the steps and dispositions of the groups; what is chosen stays. */
+function fillChoices() {
+  const steps = [...new Set(data.groups.map((group) => group.step))].sort((a, b) => a - b);
+  const dispositions = [...new Set(data.groups.map((group) => group.disposition))];
+  const choices = [
+    [view.step, steps.map((step) => [step, `step ${step}`])],
+    [view.disposition, dispositions.map((one) => [one, DISPOSITIONS[one] ?? one])],
+  ];
+  for (const [node, options] of choices) {
+    const { value } = node;
+    node.replaceChildren(node.options[0], ...options.map(([of, label]) => option(of, label)));
+    node.value = value;
+  }
+}
+
+const option = (value, label) => el("option", { value }, label);
+
 function button(text, title, onclick, properties = {}) {
   return el("button", { type: "button", title, onclick, ...properties }, text);
 }
 
 function select(name, all, options) {
-  const node = el("select", { name, "aria-label": name }, el("option", { value: "" }, all));
-  node.append(...options.map(([value, label]) => el("option", { value }, label)));
-  return node;
+  const choices = [["", all], ...options].map(([value, label]) => option(value, label));
+  return el("select", { name, "aria-label": name }, choices);
 }
 
 function moveStep(by) {
@@ -103,7 +111,7 @@ function passes(group) {
 
 const query = () => view.text.value.trim().toLowerCase();
 
-async function applyFilters() {
+async function applyFilters(how) {
   const turn = ++state.search;
   const found = [];
   const text = query();
@@ -119,7 +127,7 @@ async function applyFilters() {
     if (hits.some(Boolean)) found.push([index, hits]);
   }
   state.listed = found;
-  drawList();
+  drawList(how);
 }
 
 async function textHits(index, hits, text) {

@@ -2,8 +2,7 @@
 
 async function openGroup(index) {
   state.open = index;
-  for (const item of view.list.querySelectorAll(".group-item"))
-    item.setAttribute("aria-selected", String(Number(item.dataset.group) === index));
+  markOpen();
   const group = await loadGroup(index);
   if (state.open !== index) return;
   const hits = state.listed.find(([listed]) => listed === index)?.[1] ?? [];
@@ -15,6 +14,11 @@ async function openGroup(index) {
     modeBar(index, group),
     responseCards(index, group, hits),
   );
+}
+
+function markOpen() {
+  for (const item of view.list.querySelectorAll(".group-item"))
+    item.setAttribute("aria-selected", String(Number(item.dataset.group) === state.open));
 }
 
 function moveGroup(by) {

@@ -2,11 +2,13 @@
 
 function drawOverview() {
   const node = document.getElementById("overview");
+  const isOpen = node.querySelector("details")?.open ?? false;
   node.replaceChildren(...(severalRuns ? [manyHeads()] : [oneHead(data.runs[0])]));
-  const columns = el("div", { class: "columns" });
-  if (severalRuns) columns.append(el("div", { class: "stack" }, beforeAfter(), costs()), oracles());
-  else columns.append(beforeAfter(), el("div", { class: "stack" }, oracles(), costs()));
-  node.append(columns, configuration());
+  const stack = (...cards) => el("div", { class: "stack" }, ...cards);
+  const cards = severalRuns
+    ? [oracles(), stack(beforeAfter(), costs())]
+    : [stack(oracles(), costs()), beforeAfter()];
+  node.append(el("div", { class: "columns" }, ...cards), configuration(isOpen));
 }
 
 function oneHead(run) {
@@ -15,7 +17,6 @@ function oneHead(run) {
     { class: "head" },
     el("h1", {}, run.name),
     el("p", { class: "subtitle" }, run.title),
-    facts(run),
     warnings(run),
   );
 }
@@ -24,11 +25,29 @@ function warnings(run) {
   return run.warnings.map((text) => el("p", { class: "warning" }, text));
 }
 
-function facts(run) {
-  const list = el("dl", { class: "facts" });
-  for (const [label, value] of run.facts)
-    list.append(el("div", {}, el("dt", {}, label), el("dd", {}, value)));
-  return list;
+const FACTS = {
+  model: "model.path",
+  start: "model.init",
+  prompts: "data.train",
+  "held out": "data.held_out",
+  "prompts a step": "sampling.prompts_per_step",
+  "responses a prompt": "sampling.responses_per_prompt",
+  "response tokens, at most": "rollout.max_response_tokens",
+  "learning rate": "trainer.optimizer.lr",
+  dtype: "model.dtype",
+  placement: "cluster.placement",
+  seed: "run.seed",
+  TP: "trainer.tensor_parallel",
+  PP: "trainer.pipeline_parallel",
+  CP: "trainer.context_parallel",
+  DP: "trainer.data_parallel",
+};
+
+function facts({ config }) {
+  const known = Object.entries(FACTS).filter(([, key]) => (config[key] ?? null) !== null);
+  const fact = ([label, key]) =>
+    el("div", {}, el("dt", {}, label), el("dd", {}, configText(config[key])));
+  return el("dl", { class: "facts" }, known.map(fact));
 }
 
 function manyHeads() {
@@ -66,6 +85,7 @@ function beforeAfter() {
   const title = "Before and after";
   if (severalRuns) return card(title, comparison(data.runs.map((run) => run.rows.map(arrowRow))));
   const [run] = data.runs;
+  if (!run.rows.length) return card(title, el("p", { class: "note" }, "No step has ended yet."));
   const steps = [run.first_step, run.last_step].map((step) =>
     el("th", { class: "right" }, `step ${step}`),
   );
@@ -86,6 +106,7 @@ function arrowRow([label, before, after]) {
 }
 
 function costs() {
+  if (data.runs.every((run) => !run.costs.length)) return null;
   const title = "What it took, and how exact it stayed";
   if (severalRuns) return card(title, comparison(data.runs.map((run) => run.costs)));
   const rows = data.runs[0].costs.flatMap(([label, text]) => [
@@ -142,6 +163,7 @@ function valueAndStep(text) {
   return match ? [match[1], " ", el("small", {}, match[2])] : [text];
 }
 
+const ORACLE_COLUMNS = ["oracle", "bound", "worst", "at step", "over the steps", "verdict"];
 const VERDICTS = {
   held: ["\u2713 held", "good"],
   broken: ["\u2715 broken", "bad"],
@@ -150,7 +172,6 @@ const VERDICTS = {
 };
 
 function oracles() {
-  const head = ["oracle", "bound", "worst", "at step", "over the steps", "verdict"];
   const table = el("table", { class: "oracles" });
   table.append(
     el(
@@ -159,7 +180,7 @@ function oracles() {
       el(
         "tr",
         {},
-        head.map((text, i) => el("th", { class: i > 0 && i < 4 ? "right" : "" }, text)),
+        ORACLE_COLUMNS.map((text, i) => el("th", { class: i > 0 && i < 4 ? "right" : "" }, text)),
       ),
     ),
   );
@@ -167,7 +188,7 @@ function oracles() {
     const body = el("tbody");
     if (severalRuns) {
       const name = runCell(index);
-      name.colSpan = head.length;
+      name.colSpan = ORACLE_COLUMNS.length;
       body.append(el("tr", {}, name));
     }
     body.append(...run.verdicts.map(oracleRow));
@@ -181,35 +202,34 @@ function oracleRow(verdict) {
   const [text, kind] = VERDICTS[verdict.status];
   const bound = verdict.bound === null ? "-" : formatNumber(verdict.bound);
   const cells = verdict.cells.map((cell) => el("i", { class: ["idle", "bad", "good"][cell + 1] }));
+  const step = verdict.worst_step === null ? "-" : formatNumber(verdict.worst_step);
+  // a narrow window shows the name of a number beside it
+  const numbers = [bound, verdict.worst, step].map((text, i) =>
+    el("td", { class: "right", "data-name": ORACLE_COLUMNS[i + 1] }, text),
+  );
   return el(
     "tr",
     { title: verdict.meaning },
     el("th", { scope: "row" }, el("code", {}, verdict.key), el("small", {}, verdict.metric)),
-    el("td", { class: "right" }, bound),
-    el("td", { class: "right" }, verdict.worst),
-    el(
-      "td",
-      { class: "right" },
-      verdict.worst_step === null ? "-" : formatNumber(verdict.worst_step),
-    ),
+    ...numbers,
     el("td", {}, el("div", { class: "strip" }, cells)),
     el("td", {}, el("span", { class: `chip ${kind}` }, text)),
   );
 }
 
-function configuration() {
+function configuration(isOpen) {
   const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))];
   const differs = (key) =>
     new Set(data.runs.map((run) => JSON.stringify(run.config[key]))).size > 1;
   const different = keys.filter(differs);
-  const parts = [];
+  const parts = severalRuns || !keys.length ? [] : [card("Setup", facts(data.runs[0]))];
   if (severalRuns && different.length)
     parts.push(card("Where the configurations differ", configTable(different)));
   if (keys.length)
     parts.push(
       el(
         "details",
-        { class: "card" },
+        { class: "card", open: isOpen },
         el("summary", {}, `Resolved configuration, ${plural(keys.length, "key")}`),
         configTable(keys),
       ),

@@ -13,6 +13,19 @@ const observer = new ResizeObserver((entries) => {
   }
 });
 
+/** The steps that the charts show after a drag over one of them; null for all. */
+function zoomedSteps() {
+  for (const { overSteps, scales, data: [steps] } of plots) {
+    const { min, max } = scales.x;
+    if (overSteps && (min > steps[0] || max < steps.at(-1))) return { min, max };
+  }
+  return null;
+}
+
+function zoomTo(steps) {
+  for (const plot of plots) if (plot.overSteps) plot.setScale("x", steps);
+}
+
 function destroyPlots() {
   for (const plot of plots) {
     observer.unobserve(plot.root.parentNode);
@@ -105,7 +118,7 @@ function addPlot(
     bands,
     cursor: {
       ...(overSteps ? { sync: { key: "steps", scales: ["x", null] } } : {}),
-      points: { size: 7 },
+      points: { size: (plot, index) => (plot.series[index].quiet ? 0 : 7) },
       drag: { x: true, y: false },
       y: false,
     },
@@ -114,6 +127,7 @@ function addPlot(
   };
   const plot = new uPlot(options, table, box);
   box.plot = plot;
+  plot.overSteps = overSteps;
   plots.add(plot);
   if (overSteps) crosshair.sub(plot);
   observer.observe(box);

@@ -60,8 +60,22 @@ function drawResponses() {
   applyFilters();
 }
 
+/** Add the groups that were saved since `before`; the open one stays as it is. */
+function updateResponses(before) {
+  if (JSON.stringify(before) === JSON.stringify(data.groups)) return;
+  if (!before.length || !data.groups.length) return drawResponses();
+  const name = ({ step, prompt_index, disposition }) => `${step} ${prompt_index} ${disposition}`;
+  const open = state.open === null ? null : name(before[state.open]);
+  state.open = data.groups.findIndex((group) => name(group) === open);
+  cache.clear();
+  fillChoices();
+  document.querySelector("#responses .note").textContent = leftOut();
+  applyFilters({ keepsOpen: true });
+}
+
 function leftOut() {
-  const shown = data.groups.length;
+  // those of evaluations are not counted
+  const shown = data.groups.filter((group) => group.disposition !== "held_out").length;
   const saved = data.saved.reduce((sum, run) => sum + run.num_groups, 0);
   if (!saved) return null;
   if (shown === saved)
@@ -70,7 +84,7 @@ function leftOut() {
   return `${some}: the others would make this file too large.`;
 }
 
-function drawList() {
+function drawList({ keepsOpen = false } = {}) {
   const responses = state.listed.reduce((sum, [, hits]) => sum + hits.filter(Boolean).length, 0);
   const groups = plural(state.listed.length, "group");
   view.count.textContent = `${groups}, ${plural(responses, "response")}`;
@@ -89,7 +103,8 @@ function drawList() {
     );
   }
   const stays = state.listed.some(([index]) => index === state.open);
-  if (stays) openGroup(state.open);
+  if (stays && keepsOpen) markOpen();
+  else if (stays) openGroup(state.open);
   else if (state.listed.length) openGroup(state.listed[0][0]);
   else {
     state.open = null;
