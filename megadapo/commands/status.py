@@ -15,9 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megadapo.commands.common import Commands, add_command
-from megadapo.errors import DataError
-from megadapo.observe.tables import formatted, printable
+from megadapo.commands.common import Commands, add_command, whole_number
+from megadapo.errors import ConfigError, DataError
+from megadapo.observe.tables import formatted, print_error, printable
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, Group
@@ -51,7 +51,10 @@ def add(commands: Commands) -> None:
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=run_status)
     top = add_command(commands, "top", "show a run while it works")
-    top.add_argument("--once", action="store_true", help="print one frame, as without a terminal")
+    ways = top.add_mutually_exclusive_group()
+    ways.add_argument("--once", action="store_true", help="print one frame, as without a terminal")
+    ways.add_argument("--web", action="store_true", help="serve the report's page on loopback")
+    top.add_argument("--port", type=whole_number, metavar="N", help="port of --web; default: 3276")
     top.set_defaults(run=run_top)
     for parser in (status, top):
         parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
@@ -110,6 +113,8 @@ def run_top(arguments: argparse.Namespace) -> int:
     from rich.live import Live
 
     folder: Path = arguments.run_folder
+    if arguments.web:
+        return _serve(folder, arguments.port)
     growths: Growths = deque(maxlen=4)
     console = Console(highlight=False)
     if arguments.once or not console.is_terminal:
@@ -122,6 +127,28 @@ def run_top(arguments: argparse.Namespace) -> int:
         while True:
             live.update(frame(folder, growths), refresh=True)
             time.sleep(EVERY_S)
+    return 0
+
+
+def _serve(folder: Path, port: int | None) -> int:
+    """Serve the report's page of a run until Ctrl-C."""
+    from megadapo.observe.report.live import DEFAULT_PORT, LiveReport
+
+    def state() -> str:
+        return observed_status(folder).state
+
+    state()
+    try:
+        server = LiveReport(folder, DEFAULT_PORT if port is None else port, state)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", error)
+        if port is not None:
+            raise ConfigError(f"--port={port}: {reason}; choose another port") from error
+        print_error(f"port {DEFAULT_PORT}: {reason}; using a free one, --port chooses one")
+        server = LiveReport(folder, 0, state)
+    with server, suppress(KeyboardInterrupt):
+        print(f"http://127.0.0.1:{server.server_port} shows {folder}; Ctrl-C ends", flush=True)
+        server.serve_forever()
     return 0
 
 

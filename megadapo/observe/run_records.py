@@ -122,12 +122,12 @@ class RunRecords:
         """Yield the saved groups of a step, by prompt index."""
         return read_rollouts(step_file(self.folder / folder, step))
 
-    def all_groups(self, *, with_held_out: bool = False) -> Iterator[SavedGroup]:
-        """Yield the saved groups of all steps, one at a time: they may not fit into memory."""
-        folders = (ROLLOUTS_FOLDER, HELD_OUT_FOLDER)[: 1 + with_held_out]
+    def group_files(self) -> dict[Path, int]:
+        """Return the files of groups by step, also held-out ones, and when each last changed."""
+        folders = (ROLLOUTS_FOLDER, HELD_OUT_FOLDER)
         places = [(step, one) for one in folders for step in saved_steps(self.folder, one)]
-        for step, folder in sorted(places):
-            yield from self.groups(step, folder)
+        paths = (step_file(self.folder / folder, step) for step, folder in sorted(places))
+        return {path: path.stat().st_mtime_ns for path in paths}
 
     @cached_property
     def log_lines(self) -> list[str]:

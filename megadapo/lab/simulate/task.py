@@ -74,7 +74,7 @@ def run_lengths(folder: Path) -> Lengths:
     """
     run = RunRecords(folder)
     num_sampled = sum(record.get("groups/sampled") or 0 for record in run.steps)
-    groups = [list(group.group.lengths) for group in run.all_groups()]
+    groups = [list(one.group.lengths) for step in run.saved_steps for one in run.groups(step)]
     if groups and len(groups) >= 0.9 * num_sampled:
         return EmpiricalLengths([length for group in groups for length in group])
     return step_lengths(run.need_steps()[-1])

@@ -26,32 +26,12 @@ from megadapo.observe.metrics.names import METRICS
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
 from megadapo.observe.panels import HELD_OUT, NOT_CURVES, PHASES, sections_with_values
-from megadapo.observe.report.responses import MAX_BYTES, GroupEntry, SavedRun, read_responses
+from megadapo.observe.report.responses import MAX_BYTES, SavedResponses, SavedRun, read_responses
 from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.summary import before_after, costs
 from megadapo.observe.tables import TextTable, formatted, stretches
 
 Flat: TypeAlias = dict[str, str | int | float | bool | None]
-
-_FACTS = (
-    ("model", "model.path"),
-    ("start", "model.init"),
-    ("prompts", "data.train"),
-    ("held out", "data.held_out"),
-    ("prompts a step", "sampling.prompts_per_step"),
-    ("responses a prompt", "sampling.responses_per_prompt"),
-    ("response tokens, at most", "rollout.max_response_tokens"),
-    ("learning rate", "trainer.optimizer.lr"),
-    ("dtype", "model.dtype"),
-    ("placement", "cluster.placement"),
-    ("seed", "run.seed"),
-)
-_SPLITS = (
-    ("TP", "tensor_parallel"),
-    ("PP", "pipeline_parallel"),
-    ("CP", "context_parallel"),
-    ("DP", "data_parallel"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +42,6 @@ class RunView:
     folder: str
     title: str
     """Progress and dates in one line."""
-    facts: list[tuple[str, str]]
     warnings: list[str]
     first_step: int
     last_step: int
@@ -81,32 +60,28 @@ def read_runs(folders: Sequence[Path]) -> list[RunView]:
 
     Raises DataError for a folder without recorded steps, or with a damaged file.
     """
-    return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    return [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
-def _read_run(folder: Path, name: str) -> RunView:
+def read_run(folder: Path, name: str, *, state: str = "") -> RunView:
+    """Read a run folder; with the `state` of a run that works it may have no steps."""
     run = RunRecords(folder)
-    records, evaluations = run.need_steps(), run.evaluations
+    records, evaluations = run.steps if state else run.need_steps(), run.evaluations
     config: Flat = {
         key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
         for key, value in leaves(run.config)
     }
-    facts = [(label, str(value)) for label, key in _FACTS if (value := config.get(key)) is not None]
-    splits = [
-        f"{short} {config[key]}" for short, name in _SPLITS if (key := f"trainer.{name}") in config
-    ]
-    last_step, wanted = int(records[-1]["step"] or 0), config.get("run.num_steps")
+    steps, wanted = [int(one["step"] or 0) for one in records] or [0], config.get("run.num_steps")
     of_all = "" if wanted is None else f" of {wanted}"
     return RunView(
         name=name,
         folder=str(folder),
-        title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(run)]),
-        facts=[*facts, ("trainer", " x ".join(splits))] if splits else facts,
+        title=" \u00b7 ".join([f"{steps[-1]}{of_all} steps", *[state] * bool(state), *_dates(run)]),
         warnings=run.warnings,
-        first_step=int(records[0]["step"] or 0),
-        last_step=last_step,
-        rows=before_after(records, evaluations),
-        costs=costs(records),
+        first_step=steps[0],
+        last_step=steps[-1],
+        rows=before_after(records, evaluations) if records else [],
+        costs=costs(records) if records else [],
         series=read_series(records),
         # curves of accuracy; the score of others is a metric
         evaluations=[one for one in evaluations if one.accuracy is not None],
@@ -340,8 +315,7 @@ def write_report(
         DataError: a folder has no recorded steps, or a file is damaged.
         InfraError: the page cannot be written; an earlier one is unchanged.
     """
-    page = render(folders, tables=tables, max_bytes=max_bytes)
-    replace_text(output, page, with_folder=True)
+    replace_text(output, render(folders, tables=tables, max_bytes=max_bytes), with_folder=True)
     return output
 
 
@@ -349,14 +323,21 @@ def render(
     folders: Sequence[Path], *, tables: Sequence[TextTable] = (), max_bytes: int = MAX_BYTES
 ) -> str:
     """Return the report of run folders as HTML; the arguments are those of `write_report`."""
-    runs = read_runs(folders)
-    saved = read_responses(folders, max_bytes=max_bytes)
+    runs, saved = read_runs(folders), read_responses(folders, max_bytes=max_bytes)
+    return as_html(contents(runs, saved, tables=tables))
+
+
+def contents(
+    runs: Sequence[RunView], saved: SavedResponses, tables: Sequence[TextTable] = (), live: str = ""
+) -> dict[str, object]:
+    """Return what the page's scripts read; `live` is the version of a live page's contents."""
     entries, chunks = saved.contents()
     names = dict.fromkeys(name for run in runs for name in run.series)
     if any(run.evaluations for run in runs):
         names[HELD_OUT] = None
     sections = sections_with_values(names)
     data = {
+        "live": live,
         "version": __version__,
         "written": f"{datetime.now():%Y-%m-%d %H:%M}",
         "tables": [asdict(table) for table in tables],
@@ -364,29 +345,33 @@ def render(
         "sections": [(head, [asdict(panel) for panel in panels]) for head, panels in sections],
         "meanings": {name: METRICS[name] for name in names if name in METRICS},
         "phases": PHASES,
-        "saved": [_saved_run(number, run, entries) for number, run in enumerate(saved.runs)],
+        "saved": [_saved_run(run) for run in saved.runs],
         "groups": [asdict(entry) for entry in entries],
     }
+    return {"data": data, "chunks": chunks}
+
+
+def as_html(contents: Mapping[str, object], *, live: bool = False) -> str:
+    """Return the page with its contents; a live one may fetch newer contents from its server."""
     library = _asset(_LIBRARY_SCRIPT)
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     style = "\n".join(_asset(name) for name in _STYLES)
     slots = {
-        "policy": _policy(library, script, style),
+        "policy": _policy(library, script, style, live=live),
         "style": style,
-        "data": script_json(data),
-        "chunks": script_json(chunks),
+        "data": script_json(contents["data"]),
+        "chunks": script_json(contents["chunks"]),
         "library": library,
         "script": script,
     }
     return _SLOT.sub(lambda match: slots[match[1]], _asset("page.html"))
 
 
-def _saved_run(number: int, run: SavedRun, entries: Sequence[GroupEntry]) -> dict[str, object]:
+def _saved_run(run: SavedRun) -> dict[str, object]:
     length, accuracy = run.length(), run.accuracy()
     return {
         "num_groups": run.num_groups,
         "num_responses": run.num_responses,
-        "num_shown": sum(entry.run == number for entry in entries),
         "length": length and asdict(length),
         "accuracy": accuracy and asdict(accuracy),
     }
@@ -413,11 +398,12 @@ def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(*texts: str) -> str:
-    """Return a content security policy for these inline scripts, a style last, and nothing else."""
+def _policy(*texts: str, live: bool) -> str:
+    """Return a content security policy: inline scripts, a style last, the server of a live page."""
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
     *scripts, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    connect = "connect-src 'self'; " * live
     return (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src {style}; "
-        "base-uri 'none'; form-action 'none'"
+        f"{connect}base-uri 'none'; form-action 'none'"
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.codec import encode
+from megadapo.observe.rollouts.files import read_rollouts
 from megadapo.observe.rollouts.saved_group import (
     SavedGroup,
     SavedResponse,
@@ -56,6 +57,8 @@ class SavedRun:
     """Counts and distributions of one run's saved groups, shown or not; the groups are not kept."""
 
     def __init__(self) -> None:
+        self.files: dict[Path, int] = {}
+        """Files that were read, and when each last changed."""
         self.num_groups = 0
         self.num_responses = 0
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -168,28 +171,42 @@ class SavedResponses:
         return [entry for entry, _ in kept], [chunk for _, chunk in kept]
 
 
-def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> SavedResponses:
+def read_responses(
+    folders: Sequence[Path], *, max_bytes: int = MAX_BYTES, known: SavedResponses | None = None
+) -> SavedResponses:
     """Read the saved responses of run folders, of which at most `max_bytes` are kept.
 
-    Raises DataError for a damaged file.
+    `known`: result of an earlier call, to which the groups of new files are added.
+
+    Raises DataError for a damaged file, of which `known` may have a part then.
     """
-    saved = SavedResponses(max_bytes)
-    for run, folder in enumerate(folders):
-        counts = SavedRun()
-        saved.runs.append(counts)
-        for group in RunRecords(folder).all_groups(with_held_out=True):
-            entry = _entry(run, group)
-            if group.disposition != "held_out":
-                counts.add(entry.step, group.group.lengths, group.group.correct)
-            shown: dict[str, object] = {
-                "prompt": encode(group.prompt),
-                "responses": [_shown_response(response) for response in group.responses],
-                "control_tokens": group.control_tokens,
-            }
-            plain = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode("ascii")
-            packed = gzip.compress(plain, compresslevel=6, mtime=0)
-            saved.add(entry, base64.b64encode(packed).decode("ascii"))
+    present = [RunRecords(folder).group_files() for folder in folders]
+    saved = known or SavedResponses(max_bytes)
+    saved.runs = saved.runs or [SavedRun() for _ in folders]
+    pairs = list(zip(saved.runs, present, strict=True))
+    if any(not counts.files.items() <= files.items() for counts, files in pairs):
+        # a resumed run repeats steps
+        return read_responses(folders, max_bytes=max_bytes)
+    for run, (counts, files) in enumerate(pairs):
+        for path in [path for path in files if path not in counts.files]:
+            for group in read_rollouts(path):
+                entry = _entry(run, group)
+                if group.disposition != "held_out":
+                    counts.add(entry.step, group.group.lengths, group.group.correct)
+                saved.add(entry, _packed(group))
+        counts.files = files
     return saved
+
+
+def _packed(group: SavedGroup) -> str:
+    """Return what the page shows of a group: base64 of gzip of JSON."""
+    shown: dict[str, object] = {
+        "prompt": encode(group.prompt),
+        "responses": [_shown_response(response) for response in group.responses],
+        "control_tokens": group.control_tokens,
+    }
+    plain = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return base64.b64encode(gzip.compress(plain, compresslevel=6, mtime=0)).decode("ascii")
 
 
 def _entry(run: int, group: SavedGroup) -> GroupEntry:

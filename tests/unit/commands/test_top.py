@@ -2,16 +2,20 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from types import SimpleNamespace
+from urllib.request import urlopen
 
 import pytest
 
 from megadapo.cli import main
 from megadapo.cluster.watch.heartbeat import Heartbeat
 from megadapo.commands import status as commands
-from megadapo.errors import DataError
+from megadapo.errors import ConfigError, DataError
 from megadapo.run.run import Run
 from tests.support.runs.recorded_runs import record_run
 from tests.support.runs.runs_alone import config_of
@@ -138,6 +142,22 @@ def test_current_speed_is_that_between_frames(monkeypatch):
     assert speed(1010) == "; now 100"
     now[0] += 60
     assert speed(1010) == ""
+
+
+def test_web_page_prints_its_address_and_ends_with_ctrl_c(folder, capsys):
+    words = ["top", str(folder), "--web", "--port"]
+    # a test in the background of a shell ignores the signal
+    program = ["env", "--default-signal=INT", sys.executable, "-m", "megadapo.cli", *words, "0"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+        address, rest = server.stdout.readline().split(" shows ")
+        with urlopen(f"{address}/data.json") as answer:
+            run = json.load(answer)["data"]["runs"][0]
+        assert rest == f"{folder}; Ctrl-C ends\n" and "2 of 5 steps \u00b7 running" in run["title"]
+        port = address.rpartition(":")[2]
+        assert main([*words, port]) == ConfigError.exit_code
+        assert f"--port={port}: Address already in use" in capsys.readouterr().err
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
 
 
 def test_long_run_is_read_from_the_end_only(folder, frame, monkeypatch):
