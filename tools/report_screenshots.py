@@ -1,12 +1,15 @@
-"""Take pictures of `megadapo report RUN` for benchmarks/results.
+"""Take pictures of `megadapo report RUN` and `megadapo top RUN --web` for benchmarks/results.
 
-    python tools/report_screenshots.py RUN
+    python tools/report_screenshots.py RUN          the report, on a desktop and on a phone
+    python tools/report_screenshots.py RUN --live   the live page of a run that works
 
 This needs chromium on the PATH, and saved responses in the run.
 """
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +23,7 @@ from tests.support.processes.chromium import Page, chromium  # noqa: E402 - need
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SIZE = (1440, 1080)
+PHONE = (390, 844)
 # Charts and tooltips are drawn some frames after their cause.
 SETTLE_S = 0.7
 CHANGED = ".response-text .token[style*=ratio-high]"
@@ -30,14 +34,34 @@ def main(run: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = write_report([run], Path(folder) / "report.html")
         with chromium(Path(folder)) as page:
-            page.resize(*SIZE)
             for scheme in ("light", "dark"):
                 page.prefer(scheme)
+                page.resize(*SIZE)
                 page.open(report)
                 picture_curves(page, RESULTS / f"report-curves-{scheme}.png")
                 picture_responses(page, RESULTS / f"report-responses-{scheme}.png")
                 picture_distributions(page, RESULTS / f"report-distributions-{scheme}.png")
+                page.resize(*PHONE, scale=2)
+                page.open(report)
+                take(page, RESULTS / f"report-phone-{scheme}.png")
                 assert not page.errors, page.errors
+
+
+def picture_live(run: Path) -> None:
+    """Show the page after it has read the run again."""
+    command = [sys.executable, "-m", "megadapo.cli", "top", str(run), "--web", "--port=0"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        tempfile.TemporaryDirectory() as folder,
+        chromium(Path(folder)) as page,
+    ):
+        assert server.stdout is not None
+        page.resize(*SIZE)
+        page.prefer("light")
+        page.open(server.stdout.readline().split()[0])
+        page.wait("document.getElementById('live').innerText.startsWith('live')")
+        take(page, RESULTS / "report-live.png")
+        server.send_signal(signal.SIGTERM)
 
 
 def picture_curves(page: Page, path: Path) -> None:
@@ -85,4 +109,4 @@ def take(page: Page, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (picture_live if "--live" in sys.argv else main)(Path(sys.argv[1]))
