@@ -1,8 +1,8 @@
 """The package list of megadapo; pyproject.toml has everything else.
 
 kernels/ stays a top-level folder without `__init__.py`, because Hugging Face's `kernels` package
-owns that name, and is installed as megadapo.kernels. configs/ is installed as megadapo.configs, with
-the quickstart's model.
+owns that name, and is installed as megadapo.kernels. configs/ is installed as megadapo.configs,
+with the quickstart's model.
 """
 
 from setuptools import find_packages, setup

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -48,6 +49,37 @@ else:
 """
 
 
+_starting: list[Future[LocalRay]] = []
+"""Ray that starts in a thread, until `connect_to_ray` takes it."""
+
+
+@contextmanager
+def starting_ray(config: ClusterConfig, num_slots: int) -> Iterator[None]:
+    """Start Ray in a thread during other work, unless it runs or a cluster is to be joined.
+
+    `connect_to_ray` waits for it; without that call it ends with this block. The thread lives as
+    long as the block, because Linux ends Ray's daemons with the thread that started them.
+    """
+    import ray
+
+    if config.address is not None or ray.is_initialized():
+        yield
+        return
+    _set_reconnect_limit()
+    with ThreadPoolExecutor(1) as thread:
+        _starting.append(thread.submit(LocalRay, max(num_slots, os.cpu_count() or 1)))
+        try:
+            yield
+        finally:
+            if _starting and (unused := _starting.pop()).exception() is None:
+                leave_ray([], unused.result())
+
+
+def _set_reconnect_limit() -> None:
+    # Ray would end this process a minute after the control service, before the run is saved
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
+
+
 def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     """Start or join Ray, unless this process is connected to it already.
 
@@ -58,10 +90,11 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     import ray
     from ray._raylet import Config  # type: ignore[attr-defined]
 
+    if _starting:
+        return _starting.pop().result()
     if ray.is_initialized():
         return None
-    # Ray would end this process a minute after the control service, before the run is saved
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
+    _set_reconnect_limit()
     with _own_sigterm_handler():
         if config.address is None:
             # slots are logical: more processes than cores is legal on a laptop
