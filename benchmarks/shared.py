@@ -105,9 +105,9 @@ def training_records(
     seed: int | None = None,
 ) -> Iterator[tuple[RunConfig, Iterator[MetricRecord]]]:
     """Train a recipe in a folder of its own; yield its configuration, and each step's record."""
+    from megadapo.loop import training_steps
     from megadapo.run.launch import start_workers
     from megadapo.run.run import Run
-    from megadapo.train import training_steps
 
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
         keys = [f"run.folder={folder}/run", *overrides, *arguments.overrides]

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         warnings += [*kl_divergences(config.algorithm, config.model.path), *first_prompt(config)]
 
     def start() -> None:
-        from megadapo.train import train
+        from megadapo.loop import train
 
         train(
             config,

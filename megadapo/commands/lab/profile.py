@@ -124,10 +124,10 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
     from contextlib import closing
 
     from megadapo.lab.profiling.trace import traced
+    from megadapo.loop import training_steps
     from megadapo.run.launch import start_workers
     from megadapo.run.rollouts import LiveRollouts
     from megadapo.run.run import Run
-    from megadapo.train import training_steps
 
     if config.run.num_steps < 3:
         raise ConfigError("run.num_steps must be at least 3: the second is traced, the last saves")

@@ -107,7 +107,7 @@ def test_phases_are_those_of_a_run_in_order():
         assert engine <= items["rollout"]
         assert engine & items["sync"] == {"engine weights"}
         assert items["checkpoint"] == items["rollout"] and "optimizer" not in items["checkpoint"]
-    sources = [CONFIGS.parent / "megadapo" / "train.py"]
+    sources = [CONFIGS.parent / "megadapo" / "loop.py"]
     sources += (CONFIGS.parent / "megadapo" / "run").rglob("*.py")
     named = re.findall(r'phase\("([^"]+)"', "".join(path.read_text() for path in sources))
     assert set(names) - {"restart engine"} <= set(named)

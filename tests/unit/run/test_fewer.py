@@ -2,7 +2,7 @@
 
 import pytest
 
-from megadapo import train
+from megadapo import loop
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError, InfraError
 from megadapo.run.fewer import fit_to_cluster, largest_that_fits
@@ -63,16 +63,16 @@ def test_folder_keeps_the_recipe(tmp_path, monkeypatch):
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "trainer.data_parallel=2"])
     fewer = largest_that_fits(config, [1])
     assert fewer is not None and fewer.trainer.data_parallel == 1
-    monkeypatch.setattr(train, "fit_to_cluster", lambda config: (fewer, ["fewer"]))
+    monkeypatch.setattr(loop, "fit_to_cluster", lambda config: (fewer, ["fewer"]))
     started = []
 
     def end(config: RunConfig, *others: object) -> None:
         started.append(config)
         raise InfraError("no node")
 
-    monkeypatch.setattr(train, "_train_from_checkpoint", end)
+    monkeypatch.setattr(loop, "_train_from_checkpoint", end)
     with pytest.raises(InfraError, match="no node"):
-        train.train(config, allow_fewer=True)
+        loop.train(config, allow_fewer=True)
     assert started == [fewer]
     assert load_config(str(tmp_path), []) == config
 
