@@ -23,10 +23,10 @@ from rich.console import Console
 from shared import HEAD_DIM, add_numbers, chosen, script_parser, write_model, write_results
 
 from megadapo.cli import parse, report_errors
-from megadapo.commands.common import Spinner
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.prompts import Prompt
 from megadapo.errors import InfraError
+from megadapo.observe.progress import Spinner
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 from megadapo.run.inputs import Phases

@@ -22,8 +22,9 @@ from rich.progress import track
 from shared import script_parser, write_results
 
 from megadapo.cli import parse, report_errors
-from megadapo.commands.common import Spinner, load_checked
+from megadapo.commands.common import load_checked
 from megadapo.config import RunConfig, to_dict
+from megadapo.observe.progress import Spinner
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 

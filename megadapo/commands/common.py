@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from megadapo.observe.tables import print_error
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megadapo.config import RunConfig
     from megadapo.config.preflight import ColumnReader
 
@@ -70,9 +66,6 @@ def load_checked(
     from megadapo.config.preflight import check_run
 
     overrides = [] if arguments.resume is None else [f"run.resume={arguments.resume}"]
-    if Path(arguments.config).is_dir():
-        # a run's folder stands for that run, even if config.json has another path or run.resume
-        overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides], trains=trains)
     has_engines = getattr(arguments, "replay", None) is None
     return config, check_run(config, rows=rows, has_values=has_values, has_engines=has_engines)
@@ -182,15 +175,3 @@ def seconds(text: str) -> float:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90m, 24h or 3d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
-class Spinner:
-    """A spinner on the console with the name of the part that starts."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with self._console.status(name):
-            yield

@@ -3,27 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from megadapo.commands.common import Commands, Spinner, add_command, add_config, load_checked
-from megadapo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megadapo.config import RunConfig
-    from megadapo.observe.metrics.records import EvaluationRecord
-    from megadapo.run.evaluations import Scored
-    from megadapo.run.rollouts import LiveRollouts
-
-
-SUFFIX = "-eval"
-"""End of the name of the folder beside the run's that keeps answers."""
+from megadapo.commands.common import Commands, add_command, add_config, load_checked
 
 
 def add(commands: Commands) -> None:
@@ -36,111 +17,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config, _ = load_checked(arguments)
+    from megadapo.run.evaluate import evaluate_policy
+
     evaluate_policy(config)
     return 0
-
-
-def evaluate_policy(config: RunConfig) -> EvaluationRecord:
-    """Evaluate the run's newest checkpoint, or `model.path` without checkpoints.
-
-    `run.resume` = "never" always evaluates `model.path`. The same trainer and engines start as for
-    training, so a checkpoint needs no conversion.
-
-    Raises:
-        ConfigError: the configuration names no held-out problems.
-    """
-    if config.data.held_out is None:
-        raise ConfigError("data.held_out is not set: name the problems to evaluate on")
-    from rich.console import Console
-
-    from megadapo.observe.rollouts.files import HELD_OUT_FOLDER, step_file, write_rollouts
-    from megadapo.rollout.journal.journal import EVALUATION, journal_path
-    from megadapo.run.launch import start_workers
-    from megadapo.run.rollouts import LiveRollouts
-    from megadapo.run.state.resume import checkpoint_store, find_checkpoint
-
-    console = Console()
-    wants_base = config.run.resume == "never"
-    store = checkpoint_store(config)
-    checkpoint, messages = (None, []) if wants_base else find_checkpoint(config, store)
-    if checkpoint is None:
-        messages.append(f"evaluating {config.model.path}, not a checkpoint")
-    else:
-        # no prompt of data.train is sampled
-        checkpoint = replace(checkpoint, accepts_other_data=True)
-    for message in messages:
-        console.print(message, markup=False, soft_wrap=True)
-    step = 0 if checkpoint is None else checkpoint.step
-    # there are no rollouts to run beside
-    alone = config.evaluation.model_copy(update={"placement": "alone"})
-    config = config.model_copy(update={"evaluation": alone})
-    folder = config.run.folder.with_name(f"{config.run.folder.name}{SUFFIX}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (
-        _told(console),
-        start_workers(config, Spinner(console), checkpoint, answers=folder) as workers,
-    ):
-        assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
-        record, groups = _scored(workers.rollouts, step, console)
-    if groups:
-        write_rollouts(step_file(folder / HELD_OUT_FOLDER, step), groups)
-        console.print(f"responses: megadapo show {folder} {step} --held-out", soft_wrap=True)
-    journal_path(folder, EVALUATION, step).unlink(missing_ok=True)
-    _print_record(console, record)
-    return record
-
-
-def _scored(rollouts: LiveRollouts, step: int, console: Console) -> Scored:
-    """Return the result; a stop prints the one on the problems with answers."""
-    rollouts.publish(policy_version=step)
-    try:
-        rollouts.evaluate(step)
-    except KeyboardInterrupt:
-        if (partial := rollouts.evaluations.so_far()) is not None:
-            console.print("stopped; the same command continues. Until now:")
-            _print_record(console, partial)
-        raise
-    [found] = rollouts.scored()
-    return found
-
-
-@contextmanager
-def _told(console: Console) -> Iterator[None]:
-    """Print what the package logs; SIGTERM stops like Ctrl-C."""
-    from rich.logging import RichHandler
-
-    handler = RichHandler(console=console, show_time=False, show_level=False, show_path=False)
-    package = logging.getLogger("megadapo")
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        package.removeHandler(handler)
-
-
-def _print_record(console: Console, record: EvaluationRecord) -> None:
-    from megadapo.observe.metrics.records import mean_of
-
-    what = "score, " if record.accuracy is None else ""
-    console.print(
-        f"{what}avg@{record.samples_per_problem} on {record.num_problems} problems: "
-        f"{record.mean:.4f} ± {record.standard_error:.4f}, "
-        f"mean length {record.response_length:.1f} tokens",
-        highlight=False,
-    )
-    parts = [f"pass@{k} {value:.4f}" for k, value in record.pass_at.items() if k != "1"]
-    if record.consensus is not None and record.samples_per_problem > 1:
-        parts.append(f"cons@{record.samples_per_problem} {record.consensus:.4f}")
-    if parts:
-        console.print(", ".join(parts), highlight=False)
-    for name, own in record.sets.items():
-        best = own["best_of_all"]
-        of_all = "" if best is None else f", pass@{record.samples_per_problem} {best:.4f}"
-        console.print(
-            f"{name}: {mean_of(own):.4f} ± {own['standard_error']:.4f} on "
-            f"{own['num_problems']:.0f} problems{of_all}",
-            highlight=False,
-        )

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.observe.tables import print_error
 
 
 def add(commands: Commands) -> None:
@@ -44,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_new(arguments.destination)
     with Console(stderr=True).status("comparing the checkpoint with its SHA-256"):
         source = find_source(arguments.source, arguments.step)
-    for line in source.skipped:
-        print_error(f"skipped: {line}")
     folder = arguments.destination
     export_checkpoint(
         source, folder, model=arguments.model, quantize=arguments.quantize, critic=arguments.critic

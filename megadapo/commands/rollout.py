@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megadapo.commands.common import Commands, Spinner, add_command, load_checked
+from megadapo.commands.common import Commands, add_command, load_checked
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def sample_steps(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from megadapo.observe.progress import Spinner
     from megadapo.observe.tables import TextTable, printable
     from megadapo.run.rollout_only import (
         keeping_every_group,

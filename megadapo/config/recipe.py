@@ -39,14 +39,23 @@ CONFIGS = "configs/"
 """Beginning of the paths that are also looked up among the recipes of the package."""
 
 
-def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Read a recipe, a resolved configuration or the one in a run's folder, with overrides.
+def read_table(
+    source: Path | str | Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Read a recipe, a resolved configuration, a table or a run's folder, with overrides.
 
     Returns:
         The table, and the texts of the overrides that TOML reads as another type.
     """
-    path = path / RESOLVED_FILE if path.is_dir() else Path(_shipped(str(path)))
-    table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
+    if isinstance(source, Mapping):
+        table = _with_paths_beside(dict(source), Path())
+    elif (path := Path(source)).is_dir():
+        # the folder stands for the run, even if its file has another path or run.resume
+        table = with_key(_read_json(path / RESOLVED_FILE), ("run", "folder"), str(path))
+        table = with_key(table, ("run", "resume"), "auto")
+    else:
+        path = Path(_shipped(str(path)))
+        table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
     texts: dict[KeyPath, str] = {}
     for override in overrides:
         keys, value, text = parse_override(override)
@@ -87,6 +96,13 @@ def parse_override(text: str) -> tuple[KeyPath, object, str]:
     # A value with a line break could define further keys, so it is read as plain text.
     single = parsed.keys() == {"value"}
     return keys, parsed["value"] if single else value, value
+
+
+def override_texts(overrides: Sequence[str] | Mapping[str, object]) -> Sequence[str]:
+    """Return overrides as texts; a mapping has values by dotted key."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    return [f"{name}={toml_value(value)}" for name, value in overrides.items()]
 
 
 def with_key(table: dict[str, Any], keys: KeyPath, value: object) -> dict[str, Any]:
@@ -216,8 +232,8 @@ def toml_value(value: object) -> str:
         return f'"{NONE_TEXT}"'
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + value.translate(_ESCAPES) + '"'
+    if isinstance(value, str | Path):
+        return '"' + str(value).translate(_ESCAPES) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):

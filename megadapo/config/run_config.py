@@ -32,7 +32,7 @@ from megadapo.config.problems import (
     section_of,
     unusable_values,
 )
-from megadapo.config.recipe import read_table, with_key
+from megadapo.config.recipe import override_texts, read_table, with_key
 from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
@@ -173,25 +173,29 @@ class RunConfig(Section, title="megadapo"):
 
 
 def load_config(
-    path: Path | str, overrides: Sequence[str] = (), *, trains: bool = True
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    trains: bool = True,
 ) -> RunConfig:
-    """Read a recipe or a run's folder, apply `section.key=value` overrides, and check everything.
+    """Read a recipe, a run's folder or nested tables, apply overrides, and check everything.
 
     `trains`: whether keys of training must fit those of rollouts; otherwise they are made to.
 
     Raises:
         ConfigError: the message names the file and lists every problem with its dotted key.
     """
-    table, texts = read_table(Path(path), overrides)
+    table, texts = read_table(source, override_texts(overrides))
     table = table if trains else _for_rollouts(table)
     try:
         return from_dict(_with_texts(table, texts))
     except ConfigError as error:
-        source = f"{path} with its overrides" if overrides else str(path)
+        name = "the configuration" if isinstance(source, Mapping) else str(source)
+        name = f"{name} with its overrides" if overrides else name
         problems = str(error).splitlines()
         if len(problems) == 1:
-            raise ConfigError(f"{source}: {problems[0]}") from None
-        count = f"{source}: {len(problems)} problems"
+            raise ConfigError(f"{name}: {problems[0]}") from None
+        count = f"{name}: {len(problems)} problems"
         raise ConfigError("\n  ".join([count, *problems])) from None
 
 

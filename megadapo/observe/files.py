@@ -1,13 +1,32 @@
-"""Writes to text files that a kill or a full disk cannot tear."""
+"""A run's folder, and writes to text files that a kill or a full disk cannot tear."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megadapo.errors import InfraError
+from megadapo.errors import ConfigError, InfraError
+
+
+def make_folder(folder: Path) -> list[str]:
+    """Create a run's folder, readable by its user only; return a warning if others can read it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        readable = folder.stat().st_mode & stat.S_IROTH
+    except OSError as error:
+        # a folder that is not mounted yet can be created later, one below a file never
+        is_wrong = isinstance(error, NotADirectoryError | FileExistsError)
+        kind = ConfigError if is_wrong else InfraError
+        raise kind(f"run.folder = {folder} cannot be created: {error.strerror}") from error
+    if not readable:
+        return []
+    return [
+        f"every user of this machine can read {folder}, with its prompts, responses and settings: "
+        "chmod o-rwx unless they should"
+    ]
 
 
 @contextmanager

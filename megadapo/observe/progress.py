@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts, mean_of
 from megadapo.observe.run_records import LOG_FILE
-from megadapo.observe.tables import discard_output, formatted, printable, stretches
+from megadapo.observe.tables import discard_output, formatted, new_console, printable, stretches
 
 LINE_FIELDS = (
     ("accuracy", "accuracy/mean", ".4f"),
@@ -130,7 +131,7 @@ class RunDisplay(logging.Handler):
     def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        self._console = console or Console()
+        self._console = console or new_console()
         self._num_steps = num_steps
         self._log = folder / LOG_FILE
         self._records: list[MetricRecord] = []
@@ -295,3 +296,15 @@ def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
 def clock(seconds: float | None) -> str:
     """Return a duration as 0:01:02, "-" for None."""
     return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+class Spinner:
+    """A spinner on the console with the name of the part that starts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._console.status(name):
+            yield

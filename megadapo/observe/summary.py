@@ -21,7 +21,7 @@ from megadapo.observe.metrics.records import (
 )
 from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
 from megadapo.observe.run_records import LOG_FILE, RESOLVED_FILE, RunRecords
-from megadapo.observe.tables import formatted, printable
+from megadapo.observe.tables import formatted, new_console, printable
 
 _ROWS = (
     ("training accuracy", "accuracy/mean", ".3f"),
@@ -72,7 +72,7 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
     for name, what in _ARTEFACTS:
         if (folder / name).exists():
             files.add_row(what, str(folder / name))
-    console = console or Console()
+    console = console or new_console()
     console.print(Group(table, cost_table, Text(), files, Text()))
     responses = f"Read responses:   megadapo show {folder} [STEP]\n" * bool(run.saved_steps)
     console.print(

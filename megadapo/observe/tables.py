@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -52,6 +55,14 @@ def stretches(values: Sequence[T], limit: int) -> list[Sequence[T]]:
     number = min(len(values), limit)
     edges = [round(i * len(values) / number) for i in range(number + 1)] if values else []
     return [values[start:end] for start, end in pairwise(edges)]
+
+
+def new_console(*, stderr: bool = False) -> Console:
+    """Return a console; in a notebook, whose output says that it is a terminal, one of lines."""
+    from rich.console import Console
+
+    is_terminal = False if Console().is_jupyter else None
+    return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal)
 
 
 def print_error(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import stat
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,9 +12,9 @@ from typing import Any, Self
 
 from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
-from megadapo.errors import CheckpointError, ConfigError, CorruptCheckpointError, InfraError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.models.folder import copy_small_files
-from megadapo.observe.files import replace_text
+from megadapo.observe.files import make_folder, replace_text
 from megadapo.observe.plot import PLOT_FILE, plot_runs
 from megadapo.observe.run_records import MODEL_FOLDER, RESOLVED_FILE
 from megadapo.observe.summary import print_report
@@ -74,7 +73,7 @@ class Run:
             command: the command of the run, which must also have written the checkpoint.
         """
         folder = config.run.folder
-        warnings = _make_folder(folder)
+        warnings = make_folder(folder)
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
             point, changes = find_resume_point(config, checkpoint_store(config)), list[str]()
@@ -223,21 +222,3 @@ def _check_command(checkpoint: Checkpoint, command: str) -> None:
             "it: choose another run.folder; to start from its weights, write them to a folder with "
             "megadapo export, and set model.path to that folder"
         )
-
-
-def _make_folder(folder: Path) -> list[str]:
-    """Create a run's folder, readable by its user only; return a warning if others can read it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        readable = folder.stat().st_mode & stat.S_IROTH
-    except OSError as error:
-        # a folder that is not mounted yet can be created later, one below a file never
-        is_wrong = isinstance(error, NotADirectoryError | FileExistsError)
-        kind = ConfigError if is_wrong else InfraError
-        raise kind(f"run.folder = {folder} cannot be created: {error.strerror}") from error
-    if not readable:
-        return []
-    return [
-        f"every user of this machine can read {folder}, with its prompts, responses and settings: "
-        "chmod o-rwx unless they should"
-    ]

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     for override in arguments.overrides:
         if override.startswith("--algorithm."):
             raise ConfigError(f"{override}: an alternative is --set {override[2:]}")
-    config = load_config(folder, [*arguments.overrides, f"run.folder={folder}"])
+    config = load_config(folder, arguments.overrides)
     texts = [*arguments.alternatives, *(all_aggregations(config) if arguments.aggregations else ())]
     chosen = alternatives(config, texts)
 

@@ -19,6 +19,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import read_json, resolve_model_folder
 from megadapo.observe.run_records import MODEL_FOLDER, RESOLVED_FILE, RunRecords
+from megadapo.observe.tables import print_error
 from megadapo.run.state.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
@@ -130,6 +131,8 @@ def export_checkpoint(
         critic: whether to export the critic, as a sequence classifier with one label. A reward
             model is such a one too, and is exported if the checkpoint has no policy.
     """
+    for line in source.skipped:
+        print_error(f"skipped: {line}")
     kind = source.kind(critic=critic)
     if kind != "policy" and quantize is not None:
         raise ConfigError(f"--quantize works only for a policy, and this exports a {kind}")

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -21,6 +20,7 @@ from megadapo.cluster.this_node import pid_namespace
 from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import InfraError, WeightError
 from megadapo.models.folder import read_json
+from megadapo.observe.tables import new_console
 from megadapo.weights.disk.files import CARRIED, files_within, remove_folder, sync_path
 from megadapo.weights.disk.headers import INDEX_NAME, WHOLE_NAME
 from megadapo.weights.disk.sources import TensorSource
@@ -167,6 +167,6 @@ def full_tensors(source: TensorSource, layout: ModelLayout) -> Iterator[tuple[st
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a progress bar on stderr if that is a terminal; yield the function that advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=new_console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)

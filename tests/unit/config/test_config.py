@@ -215,10 +215,13 @@ def test_run_folder_may_be_below_home(recipe: Path, monkeypatch) -> None:
 
 
 def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path: Path) -> None:
-    config = load_config(recipe, ["--run.seed=11"])
+    """A folder that was moved is the same run, and a run.resume of its start is over."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    config = load_config(recipe, ["--run.seed=11", f"--run.folder={folder}"])
+    begun = config.run.model_copy(update={"folder": Path("elsewhere"), "resume": "never"})
+    begun = config.model_copy(update={"run": begun})
+    (folder / "config.json").write_text(json.dumps(to_dict(begun)))
     assert load_config(folder) == config
     assert load_config(folder, ["--run.num_steps=9"]).run.num_steps == 9
 
