@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from megadapo.environments.adapters import BUILT_IN
+from megadapo.rewards.workers.by_value import INPUTS, OBJECT_PATH
 from megadapo.section import Section, Timeout
 
 Recovery = Literal["replay", "state", "once"]
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -75,12 +75,17 @@ class EnvironmentConfig(Section, title="rollout.environments"):
         return not self.data_sources or data_source in self.data_sources
 
     def conflicts(self) -> Iterator[str]:
-        if self.environment not in BUILT_IN and not _PATH.fullmatch(self.environment):
+        if self.environment not in BUILT_IN and not OBJECT_PATH.fullmatch(self.environment):
             near = difflib.get_close_matches(self.environment, BUILT_IN, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}."
             yield (
                 f'rollout.environments.environment = "{self.environment}" is no built-in '
                 f'environment; {hint} Your own are named "MODULE:CLASS"'
+            )
+        if self.python is not None and self.environment.startswith(INPUTS):
+            yield (
+                f'rollout.environments.python: "{self.environment}" was given in Python, and '
+                "another Python cannot read it: write the class in a module of the working folder"
             )
         if not _NAME.fullmatch(self.label):
             yield (

@@ -18,6 +18,7 @@ from typing import Any
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.worker import MAX_RESULT_BYTES, MAX_STUCK
+from megadapo.rewards.workers.by_value import pickle_of
 from megadapo.rewards.workers.processes import LOST, CallError, Program, TimeLimit, WorkerProcess
 
 PING_S = 10.0
@@ -72,6 +73,7 @@ def _program(config: EnvironmentConfig, log_path: Path | None) -> Program:
         max_reply_bytes=2 * MAX_RESULT_BYTES,
         settings={
             "path": config.path,
+            "pickle": pickle_of(config.path, "environment"),
             "options": config.options,
             "recovery": config.recovery,
             "network": config.network,

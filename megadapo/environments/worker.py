@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import inspect
 import json
 import os
@@ -37,11 +36,17 @@ from megadapo.environments.results import (
     read_observation,
     read_state,
 )
-from megadapo.rewards.workers.worker import CannotStart, Host, describe_error, forbid, text_of
+from megadapo.rewards.workers.worker import (
+    MAX_ERROR,
+    CannotStart,
+    Host,
+    describe_error,
+    forbid,
+    load_object,
+    text_of,
+)
 
 SECTION = "rollout.environments"
-MAX_ERROR = 300
-"""Characters of an error that are reported."""
 MAX_RESULT_BYTES = 8 << 20
 """Size of a result as JSON, with the state, above which it is refused."""
 MAX_THREADS = 128
@@ -71,32 +76,23 @@ def main() -> None:
 def _prepare(loop: asyncio.AbstractEventLoop, host: Host, settings: Mapping[str, Any]) -> Worker:
     forbid(network=not settings["network"], processes=False, section=SECTION)
     sys.addaudithook(_refuse_forks)
-    loaded = load(settings["path"], settings["options"], settings["recovery"])
-    return Worker(loop, loaded, host)
+    return Worker(loop, load(settings), host)
 
 
-def load(path: str, options: Mapping[str, Any], recovery: str) -> type[Environment]:
-    """Import MODULE:CLASS, and check that it is an environment with these options.
+def load(settings: Mapping[str, Any]) -> type[Environment]:
+    """Load a class, and check that it is an environment with these options.
 
     Raises:
         CannotStart: it cannot be imported, is no environment, or takes other options.
     """
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except BaseException as error:
-        # a user's module may raise any exception, and exit
-        text = describe_error(error, MAX_ERROR)
-        raise CannotStart(f"{module_name} cannot be imported: {text}") from error
-    loaded = getattr(module, name, None)
-    if not inspect.isclass(loaded):
-        raise CannotStart(f"{module_name} has no class {name}")
+    path, options = settings["path"], settings["options"]
+    loaded: type[Environment] = load_object(settings, "class", inspect.isclass)
     if not issubclass(loaded, Environment):
         raise CannotStart(
             f"{path} is not a subclass of megadapo.environments.environment.Environment"
         )
     missing = sorted(getattr(loaded, "__abstractmethods__", ()))
-    if recovery == "state":
+    if settings["recovery"] == "state":
         names = ("state", "restore")
         missing += [name for name in names if getattr(loaded, name) is getattr(Environment, name)]
     if missing:

@@ -29,6 +29,7 @@ from megadapo.rewards.builtin import STEP_SEPARATORS
 from megadapo.rewards.rules import MATHEMATICAL, Rule, score, validate_ground_truth
 from megadapo.rewards.steps import StepScore
 from megadapo.rewards.unit_tests import read_tests
+from megadapo.rewards.workers.by_value import OBJECT_PATH
 from megadapo.section import Section, Timeout
 
 Isolation = Literal["auto", "require"]
@@ -71,7 +72,6 @@ REQUEST_TIMEOUT_S = 60.0
 """Default timeout of one request to a server."""
 SCORE_PATTERN = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"
 OnFailure = Literal["retry", "exclude", "score", "stop"]
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _TAKEN = ("mean", "excluded", "shaped_mean", "overlong_penalty_mean")
 
@@ -181,7 +181,7 @@ class RewardFunction(Section, title="reward.functions"):
                 f'reward.functions.function = "{self.function}" is no built-in function; {hint} '
                 'Your own are named "MODULE:FUNCTION"'
             )
-        elif ":" in self.function and not _PATH.fullmatch(self.function):
+        elif ":" in self.function and not OBJECT_PATH.fullmatch(self.function):
             yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
         if not _NAME.fullmatch(self.label) or self.label in _TAKEN:
             yield f'reward.functions.name = "{self.label}" cannot be the name of a metric'

@@ -37,6 +37,7 @@ from megadapo.rewards.steps import step_ends
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers import cgroup
 from megadapo.rewards.workers.arguments import OFFER
+from megadapo.rewards.workers.by_value import pickle_of
 from megadapo.rewards.workers.processes import TIMEOUT, CallError, ProcessPool, Program, Reply
 
 logger = logging.getLogger(__name__)
@@ -368,6 +369,7 @@ def _program(config: RewardFunction) -> Program:
         output_bytes=config.output_kib << 10,
         settings={
             "path": config.path,
+            "pickle": pickle_of(config.path, "reward"),
             "options": options,
             "network": config.may_use_network,
             "processes": config.processes,

@@ -73,7 +73,8 @@ def test_recipe_of_verifiers_has_options_of_its_environment():
     """The package itself is needed to play it; see test_verifiers_package.py."""
     config = load_config(EXAMPLES / "verifiers" / "recipe.toml")
     [entry] = config.rollout.environments
-    assert load(entry.path, entry.options, entry.recovery).uses_tokens
+    given = {"options": entry.options, "recovery": entry.recovery}
+    assert load({"path": entry.path, "pickle": None, **given}).uses_tokens
     assert entry.options["model"] == config.model.path and entry.network
 
 

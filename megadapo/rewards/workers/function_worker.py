@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import inspect
 import math
 import numbers
@@ -20,10 +19,15 @@ from typing import Any
 
 from megadapo.rewards.steps import COMBINE, StepScore, split_steps
 from megadapo.rewards.workers.arguments import Arguments
-from megadapo.rewards.workers.worker import CannotStart, Handler, describe_error, forbid, serve
+from megadapo.rewards.workers.worker import (
+    MAX_ERROR,
+    Handler,
+    describe_error,
+    forbid,
+    load_object,
+    serve,
+)
 
-MAX_ERROR = 200
-"""Characters of an error that are reported."""
 MAX_PARTS = 32
 MAX_NAME = 64
 """Characters of a part's name."""
@@ -49,7 +53,7 @@ def main() -> None:
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    function = load(settings["path"])
+    function = load_object(settings, "function")
     arguments = Arguments.of(function, settings["options"])
     # an event loop opens a pair of sockets
     loop = asyncio.new_event_loop() if _is_async(function) else None
@@ -83,24 +87,6 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         }
 
     return handle
-
-
-def load(path: str) -> Callable[..., Any]:
-    """Import MODULE:FUNCTION.
-
-    Raises:
-        CannotStart: it cannot be imported, or cannot be called.
-    """
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        # a user's module may raise any exception
-        raise CannotStart(f"{module_name} cannot be imported: {_describe(error)}") from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        raise CannotStart(f"{module_name} has no function {name}")
-    return function
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -12,10 +12,12 @@ the packages beside it: so it is found by its place, and this needs the standard
 from __future__ import annotations
 
 import _posixsubprocess
+import base64
 import ctypes
 import importlib
 import json
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -34,6 +36,8 @@ MAX_REPLY_BYTES = 64 << 20
 """Size of a reply above which a worker is ended."""
 MAX_REASON = 500
 """Characters of the reason why a worker cannot start."""
+MAX_ERROR = 300
+"""Characters of an error that is reported."""
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
 
 
@@ -107,6 +111,29 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for call in host.calls():
         host.send(call["number"], value=handler(call["request"]))
+
+
+def load_object(
+    settings: Mapping[str, Any], kind: str, is_kind: Callable[[object], bool] = callable
+) -> Any:
+    """Import MODULE:NAME of `path`, or read the pickle that the driver has sent.
+
+    Raises:
+        CannotStart: it cannot be imported, or is of another kind.
+    """
+    module, _, name = settings["path"].partition(":")
+    try:
+        if (sent := settings["pickle"]) is not None:
+            loaded = pickle.loads(base64.b64decode(sent))
+        else:
+            loaded = getattr(importlib.import_module(module), name, None)
+    except BaseException as error:
+        # a user's module may raise any exception, and exit
+        text = describe_error(error, MAX_ERROR)
+        raise CannotStart(f"{module} cannot be imported: {text}") from error
+    if not is_kind(loaded):
+        raise CannotStart(f"{module} has no {kind} {name}")
+    return loaded
 
 
 def command(module: str, python: str | None = None) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megadapo.cluster.calls import gather
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.errors import ProcessDiedError
+from megadapo.rewards.workers.by_value import PICKLES
 from megadapo.rollout.episodes.host import EpisodeHost
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 
@@ -61,6 +62,7 @@ class EpisodeHostActor:
             list(configs),
             None if folder is None else folder.resolve() / JOURNAL_FOLDER,
             log_folder.resolve(),
+            PICKLES,
         )
         self._call(self._actor.start.remote(), "start", timeout_s)
         self._end = self._actor.until_stopped.remote()

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from megadapo.environments.processes import (
     EnvironmentProcesses,
 )
 from megadapo.errors import ConfigError
+from megadapo.rewards.workers.by_value import PICKLES
 from megadapo.rewards.workers.processes import LOST, CallError, TimeLimit
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind
 from megadapo.rollout.types import Opened, Outcome, SampledTurn
@@ -363,8 +365,11 @@ class EpisodeHost:
         configs: Sequence[EnvironmentConfig],
         journal_folder: Path | None,
         log_folder: Path | None = None,
+        pickles: Mapping[str, str] | None = None,
     ) -> None:
         """`journal_folder`: none keeps no journal; `log_folder`: for what environments print."""
+        # the driver's, if this is another process
+        PICKLES.update(pickles or {})
         self._configs = list(configs)
         self._processes = [EnvironmentProcesses(config, log_folder) for config in configs]
         self._journal = None if journal_folder is None else EpisodeJournal(journal_folder)
@@ -525,4 +530,5 @@ def check_environments(configs: Sequence[EnvironmentConfig]) -> list[Environment
         finally:
             await host.stop()
 
-    return asyncio.run(check())
+    # in a notebook this thread has an event loop already
+    return ThreadPoolExecutor(1).submit(asyncio.run, check()).result()
