@@ -68,7 +68,7 @@ class PretrainingConfig(Section, title="algorithm.pretraining"):
     objective (PPO-ptx); off without `data`."""
 
     data: str | None = None
-    """Pretraining data: a parquet or JSONL file with a column text, a .txt file (one text), a
+    """Pretraining data: a parquet, JSONL or CSV file with a column text, a .txt file (one text), a
     folder of such files, a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task as for
     data.train, whose texts are problems with their answers; none: no pretraining loss."""
     coef: NonNegativeFloat = 1.0

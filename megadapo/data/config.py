@@ -72,7 +72,7 @@ class DataConfig(Section, title="data"):
     """Prompts for training and evaluation, and the order they are taken in."""
 
     train: str | dict[str, str | TrainingSource]
-    """Training prompts: a parquet or JSONL file or a folder of them, a Hub dataset
+    """Training prompts: a parquet, JSONL or CSV file or a folder of them, a Hub dataset
     ORG/NAME[@REVISION][/PATH], or a built-in task NAME:SPLIT:NUM[:SEED]. NAME is arithmetic (sums
     of three terms), arithmetic-chain (3 to 40 terms, so lengths have a long tail),
     arithmetic-styles (3 to 7, in a wordy or a short way) or reasoning-gym:WHAT. WHAT is a dataset

@@ -5,6 +5,7 @@ A row knows its file and line, so that errors can name them.
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import re
@@ -39,7 +40,7 @@ PAIR_COLUMNS = ("chosen", "rejected")
 """The columns of preference pairs besides the prompt."""
 EXAMPLES_KEY = "data.columns.examples"
 """Key of the file of few-shot examples, which its errors name."""
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".parquet", ".jsonl", ".csv")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSONL file that is read; a damaged file may be one line of any length."""
@@ -91,6 +92,12 @@ def read_rows(
         yield from _prompt_rows(file, names, {*further, *[EXTRA_INFO] * with_extra_info})
 
 
+def whole_rows(source: str) -> Iterator[Row]:
+    """Yield the rows of files with all of their columns, before any is found by its name."""
+    for file in _files(source, SUFFIXES):
+        yield from _rows(file, _parquet_columns(file) if file.suffix == ".parquet" else ())
+
+
 def read_text_rows(source: str) -> Iterator[Row]:
     """Yield rows of texts in order, from the sources of `read_rows` and .txt files.
 
@@ -107,8 +114,8 @@ def read_text_rows(source: str) -> Iterator[Row]:
     for file in _files(source, TEXT_SUFFIXES):
         if file.suffix == ".parquet":
             yield from _parquet_rows(file, (TEXT,))
-        elif file.suffix == ".jsonl":
-            yield from _jsonl_rows(file)
+        elif file.suffix in SUFFIXES:
+            yield from _rows(file, ())
         else:
             try:
                 text = file.read_text(encoding="utf-8")
@@ -127,7 +134,7 @@ def read_pair_rows(source: str, columns: DataColumns | None = None) -> Iterator[
         if file.suffix == ".parquet":
             rows = _parquet_rows(file, PAIR_COLUMNS, ("prompt", "messages"))
         else:
-            rows = _jsonl_rows(file)
+            rows = _rows(file, ())
         for row in rows:
             yield Row(row.place, row.columns, names)
 
@@ -226,6 +233,8 @@ def _rows(file: Path, columns: Collection[str]) -> Iterator[Row]:
     """Yield a file's rows; of parquet only the columns, or the first part of a dotted name."""
     if file.suffix == ".jsonl":
         return _jsonl_rows(file)
+    if file.suffix == ".csv":
+        return _csv_rows(file)
     return _parquet_rows(file, (), (*columns, *(name.split(".")[0] for name in columns)))
 
 
@@ -338,3 +347,15 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             if not isinstance(columns, dict):
                 raise DataError(f"{place}: not a JSON object but {type(columns).__name__}")
             yield Row(place, columns)
+
+
+def _csv_rows(file: Path) -> Iterator[Row]:
+    """Yield the rows below the names in the first line; every value is a text."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        try:
+            for number, columns in enumerate(csv.DictReader(lines, strict=True)):
+                if None in columns:
+                    raise DataError(f"{file}, row {number}: more values than the first line has")
+                yield Row(f"{file}, row {number}", columns)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{file} cannot be read as CSV: {error}") from error

@@ -129,7 +129,7 @@ def test_built_in_texts() -> None:
         ("a.txt", b"\xff\xfe", "a.txt cannot be read as UTF-8"),
         ("a.txt", b"", "has no text"),
         ("a.parquet", b"PAR1", "cannot be read as parquet"),
-        ("a.csv", b"x", "neither"),
+        ("a.tsv", b"x", "neither"),
     ],
 )
 def test_malformed_text_is_reported(

@@ -84,11 +84,25 @@ def test_missing_source(tmp_path, monkeypatch, source: str, message: str) -> Non
         num_rows(source)
 
 
+def test_csv_rows_are_texts_under_the_names_of_the_first_line(tmp_path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text('\ufeffquestion,answer\n"1,5 + 1\n= ?","2,5"\n2 + 2 = ?,4\n', "utf-8")
+    rows = [(row.messages, row.ground_truth) for row in read_rows(str(source))]
+    assert rows == [((("user", "1,5 + 1\n= ?"),), "2,5"), ((("user", "2 + 2 = ?"),), "4")]
+    for wrong, message in (
+        ("question,answer\n1,2,3\n", "row 0: more values than the first line has"),
+        ('question,answer\n"1,2\n', "cannot be read as CSV: unexpected end of data"),
+    ):
+        source.write_text(wrong)
+        with pytest.raises(DataError, match=message):
+            list(read_rows(str(source)))
+
+
 def test_other_file_types_are_rejected(tmp_path) -> None:
-    (tmp_path / "a.csv").write_text("a,b\n")
-    with pytest.raises(DataError, match=r"neither a .parquet nor a .jsonl file"):
-        num_rows(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"has no .parquet or .jsonl file"):
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    with pytest.raises(DataError, match=r"neither a .parquet, a .jsonl nor a .csv file"):
+        num_rows(tmp_path / "a.tsv")
+    with pytest.raises(DataError, match=r"has no .parquet, .jsonl or .csv file"):
         num_rows(tmp_path)
 
 
