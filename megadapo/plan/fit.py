@@ -115,6 +115,26 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
     return found
 
 
+def largest_share(config: RunConfig, models: Models, card: Card, share: float = CROWDED) -> float:
+    """Return the largest rollout.gpu_memory_utilization with which no phase exceeds `share`.
+
+    It is 0 or less if none does. Phases of the trainer alone do not count.
+    """
+    return min(
+        _budget(config, phase, card, share)
+        for kind in gpu_kinds(config, models, card)
+        for phase in kind.phases
+        if phase.name in WITH_BUDGET
+    )
+
+
+def _budget(config: RunConfig, phase: Phase, card: Card, share: float) -> float:
+    """Return the gpu_memory_utilization with which a phase takes this share of the card."""
+    budget = int(config.rollout.gpu_memory_utilization * card.memory_bytes)
+    room = share * card.memory_bytes - (phase.total - budget)
+    return int(100 * room / card.memory_bytes) / 100
+
+
 def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int, str]:
     """Return the longest sequence that fits in training and in engines, and its limit.
 
@@ -196,9 +216,7 @@ def _advice(
                 f"trainer.{key} = {toml_value(value)}" for key, value in changes.items()
             )
     if phase.name in WITH_BUDGET:
-        budget = int(config.rollout.gpu_memory_utilization * card.memory_bytes)
-        room = share * card.memory_bytes - (phase.total - budget)
-        fits = int(100 * room / card.memory_bytes) / 100
+        fits = _budget(config, phase, card, share)
         if fits > 0.0:
             return f"lower rollout.gpu_memory_utilization to {fits:.2f}"
     return (
