@@ -8,6 +8,7 @@ from pathlib import Path
 from megadapo.config import RunConfig
 from megadapo.errors import CorruptCheckpointError
 from megadapo.observe.metrics.records import MetricRecord
+from megadapo.plan.forecast import core_warnings
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.fewer import fit_to_cluster
 from megadapo.run.launch import Workers, start_workers
@@ -33,7 +34,7 @@ def train(
         accept_changes: keys that a resumed run may change although they decide what it learns.
         allow_fewer: start with fewer data-parallel ranks and engines if nodes are missing.
     """
-    warnings = config.warnings()
+    warnings = [*config.warnings(), *core_warnings(config)]
     if replay is not None:
         warnings.append(check_replay(config, replay))
     if schedule is not None:

@@ -150,7 +150,7 @@ def inspect_machine() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        num_cores=_num_cores(),
+        num_cores=usable_cores(),
         memory_gib=_memory_gib(),
         shm_gib=_shm_gib(),
         gpus=gpus,
@@ -199,7 +199,8 @@ def _can_launch_triton() -> bool:
     return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
-def _num_cores() -> int:
+def usable_cores() -> int:
+    """Return the cores this process may use: affinity and container limit included."""
     cores = len(os.sched_getaffinity(0))
     quota = _read_words("/sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0] != "max":

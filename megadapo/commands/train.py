@@ -43,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from megadapo.cluster.this_node import has_gpu
         from megadapo.config.preflight import first_prompt, kl_divergences
+        from megadapo.plan.forecast import core_warnings
 
+        warnings += core_warnings(config)
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay
 

@@ -241,7 +241,8 @@ def _check_model(model: ModelDescription | None, config: RunConfig) -> list[str]
     if longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above the "
-            f"model's max_position_embeddings = {model.max_positions}"
+            f"model's max_position_embeddings = {model.max_positions}: lower them, or let megadapo "
+            "new MODEL DATA choose them"
         )
     return []
 
