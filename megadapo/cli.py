@@ -19,6 +19,7 @@ from megadapo.commands import (
     engines,
     eval,
     export,
+    new,
     plan,
     report,
     rollout,
@@ -35,7 +36,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 EXIT_LOST_OUTPUT = 141
 
 COMMANDS = (
-    *(train, stages, rollout, eval, export, convert, plan, weights, bench, simulate),
+    *(new, train, stages, rollout, eval, export, convert, plan, weights, bench, simulate),
     *(profile, ablate, whatif, status, engines, show, report, diff, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
