@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from examples.environment.guess import Guess
+from megadapo.cli import main
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
+from megadapo.data.sources import read_rows
 from megadapo.environments.environment import Action, Task
 from megadapo.environments.worker import load
 from megadapo.plan.cards import H100
@@ -21,17 +23,14 @@ from tests.support import REPOSITORY
 EXAMPLES = REPOSITORY / "examples"
 
 
-def test_own_data_is_prepared_and_accepted(tmp_path):
-    folder = tmp_path / "own_data"
-    shutil.copytree(EXAMPLES / "own_data", folder, ignore=shutil.ignore_patterns("*.jsonl"))
-    subprocess.run([sys.executable, folder / "prepare.py"], check=True)
-    parts = {name: (folder / f"{name}.jsonl").read_text() for name in ("train", "held_out")}
-    rows = [json.loads(line) for text in parts.values() for line in text.splitlines()]
-    questions = [row["question"] for row in rows]
-    assert len(set(questions)) == len(questions) == 256
-    overrides = [f"data.{name}={folder / name}.jsonl" for name in parts]
-    config = load_config(EXAMPLES / "own_data" / "recipe.toml", overrides)
+def test_own_data_has_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = str(EXAMPLES / "own_data" / "problems.csv")
+    assert main(["new", "Qwen/Qwen2.5-0.5B", source, "--gpu", "RTX-4090"]) == 0
+    config = load_config("recipe.toml")
     assert not [line for line in check_run(config) if "data." in line]
+    sizes = [len([*read_rows(one)]) for one in (config.data.train, config.data.held_out)]
+    assert sizes == [231, 25]
 
 
 def test_own_reward_is_imported_in_its_worker(monkeypatch):
