@@ -26,8 +26,6 @@ from megadapo.rewards.config import REASONING_GYM
 from megadapo.rewards.rules import Rule, as_number
 from megadapo.tokens.tokenizer import read_tokenizer
 
-NUM_MEASURED = 64
-"""Prompts, the longest in characters, whose tokens are counted."""
 SAMPLING = {
     "sampling.prompts_per_step": sizes.NUM_SAMPLED,
     "sampling.responses_per_prompt": sizes.GROUP,
@@ -132,11 +130,8 @@ def _read_facts(
     if gpus is None:
         path = str(resolve_model_folder(path, with_weights=True))
         tokenizer = read_tokenizer(path)
-        prompts = sorted(
-            {row.messages for row in (*rows, *held_out)}, key=lambda one: len(str(one))
-        )
-        longest = [Prompt("", messages, "", "") for messages in prompts[-NUM_MEASURED:]]
-        prompt_tokens = max(len(render(prompt, tokenizer)) for prompt in longest)
+        prompts = {row.messages for row in (*rows, *held_out)}
+        prompt_tokens = max(len(render(Prompt("", one, "", ""), tokenizer)) for one in prompts)
     if gpus is None and machine.uses_cuda:
         card, num_gpus = card_of(machine.gpus[0].name), len(machine.gpus)
         if card is None:

@@ -125,15 +125,14 @@ def choose_sizes(draft: Draft, facts: Facts) -> None:
 def forecast(draft: Draft, facts: Facts, changes: Mapping[str, Any] | None = None) -> float:
     """Return the seconds of a step of the recipe, or of one with changes."""
     config, samples, model = draft.config(changes), facts.samples, facts.model
-    if samples is None:
+    if samples is None or facts.card is not None:
+        # responses grow in a long run
         return step_seconds(config, model, facts.card, Responses.of(config))[1]
     prompt = round(fmean(len(group.prompt_ids) for group in samples.groups))
     lengths = usual_lengths(float(samples.lengths.mean()))
     kept = max(0.1, samples.num_mixed / len(samples.groups))
     responses = Responses.of(config, lengths, keep_rate=kept, prompt_tokens=prompt)
-    _, step_s = step_seconds(config, model, facts.card, responses)
-    if facts.card is not None:
-        return step_s
+    _, step_s = step_seconds(config, model, None, responses)
     # these cores may be faster or busier than those of the forecast
     sampled_s, _ = step_seconds(config, model, None, Responses(samples.lengths, prompt))
     return step_s * max(group.seconds for group in samples.groups) / sampled_s
