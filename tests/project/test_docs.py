@@ -31,7 +31,7 @@ from megadapo.observe.oracles import BOUNDED
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/faults.md")), *DOCS]
-MAX_README_LINES = 130
+MAX_README_LINES = 120
 REQUIRED = {
     "run": {"folder": "run", "num_steps": 1},
     "model": {"path": "model"},
@@ -174,7 +174,7 @@ def test_toml_is_valid_configuration(page):
         if "row" in table:
             RowsFile.model_validate(table)
         else:
-            from_dict(merge_tables(REQUIRED, table))
+            from_dict(merge_tables(REQUIRED, {k: v for k, v in table.items() if k != "extends"}))
 
 
 # built once: the pages have hundreds of commands
@@ -209,12 +209,11 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
     return {}
 
 
-def test_readme_has_every_command_and_two_screens():
-    readme = (ROOT / "README.md").read_text()
-    commands = _subcommands(build_parser())
-    missing = [name for name in commands if f"\nmegadapo {name}" not in readme]
+def test_every_command_is_listed_and_the_readme_is_short():
+    listed = (ROOT / "docs" / "README.md").read_text()
+    missing = [name for name in _subcommands(build_parser()) if f"\nmegadapo {name}" not in listed]
     assert not missing
-    assert len(readme.splitlines()) <= MAX_README_LINES
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
 @per_page
