@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.commands.plan import card_of
-    from megadapo.plan.draft import Draft
-    from megadapo.plan.new_recipe import write_recipe
+    from megadapo.plan.new.draft import Draft
+    from megadapo.plan.new.recipe import write_recipe
 
     output: Path = arguments.output
     if output.exists():

@@ -18,12 +18,12 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config
 from megadapo.observe.run_records import leaves
 from megadapo.plan.cards import CARDS
-from megadapo.plan.draft import Draft
 from megadapo.plan.fit import problems, warnings
 from megadapo.plan.forecast import core_warnings
-from megadapo.plan.new_recipe import write_recipe
+from megadapo.plan.new.draft import Draft
+from megadapo.plan.new.recipe import write_recipe
+from megadapo.plan.new.sizes import LR, MIN_LR, Facts, choose_sizes
 from megadapo.plan.phases import models_of
-from megadapo.plan.sizes import LR, MIN_LR, Facts, choose_sizes
 from tests.support import REPOSITORY
 from tests.support.rows import write_jsonl
 

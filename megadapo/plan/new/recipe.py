@@ -12,16 +12,16 @@ from megadapo.cluster.machine import inspect_machine
 from megadapo.config import RunConfig
 from megadapo.data import reasoning_gym
 from megadapo.data.group import NO_ANSWER, Group
-from megadapo.data.held_out import NUM_HELD_OUT, hold_out, likely_columns
 from megadapo.data.prompts import Prompt, render
 from megadapo.data.rows import ALL_COLUMNS, Row
 from megadapo.data.sources import is_built_in, read_rows, whole_rows
 from megadapo.errors import ConfigError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, resolve_model_folder
-from megadapo.plan import sizes
 from megadapo.plan.cards import Card, card_of
-from megadapo.plan.draft import Draft
+from megadapo.plan.new import sizes
+from megadapo.plan.new.draft import Draft
+from megadapo.plan.new.rows import NUM_HELD_OUT, hold_out, likely_columns
 from megadapo.rewards.config import REASONING_GYM
 from megadapo.rewards.rules import Rule, as_number
 from megadapo.tokens.tokenizer import read_tokenizer

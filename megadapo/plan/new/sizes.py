@@ -17,9 +17,9 @@ from megadapo.data.group import Group
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import GPUS_PER_NODE, Card
-from megadapo.plan.draft import Draft
 from megadapo.plan.fit import CROWDED, largest_share, overflows
 from megadapo.plan.forecast import step_seconds
+from megadapo.plan.new.draft import Draft
 from megadapo.plan.phases import Models, gpu_kinds, longest_sequence
 from megadapo.plan.ranks import engine_bytes, rank_kinds
 from megadapo.plan.responses import Responses, usual_lengths

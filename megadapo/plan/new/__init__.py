@@ -1,0 +1,1 @@
+"""`megadapo new`: a recipe for a model, rows and a machine."""
