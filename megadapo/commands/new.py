@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.commands.plan import card_of
+    from megadapo.config.recipe import shipped
     from megadapo.plan.new.draft import Draft
     from megadapo.plan.new.recipe import write_recipe
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     draft = Draft(arguments.overrides)
     draft.set("run.folder", f"runs/{output.stem}")
     draft.set("run.num_steps", 1)
-    draft.set("model.path", arguments.model)
+    draft.set("model.path", shipped(arguments.model))
     if arguments.environment is not None:
         draft.set("rollout.environments", ({"environment": arguments.environment},))
     if (function := arguments.reward or (arguments.environment and "environment")) is not None:

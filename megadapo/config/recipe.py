@@ -54,7 +54,7 @@ def read_table(
         table = with_key(_read_json(path / RESOLVED_FILE), ("run", "folder"), str(path))
         table = with_key(table, ("run", "resume"), "auto")
     else:
-        path = Path(_shipped(str(path)))
+        path = Path(shipped(str(path)))
         table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
     texts: dict[KeyPath, str] = {}
     for override in overrides:
@@ -66,7 +66,7 @@ def read_table(
     return _without_removed(table), texts
 
 
-def _shipped(path: str) -> str:
+def shipped(path: str) -> str:
     """Return the place in the package of a path below configs/ that does not exist here."""
     in_package = Path(__file__).parents[1] / path
     is_shipped = path.startswith(CONFIGS) and not exists(path) and exists(in_package)
@@ -185,7 +185,7 @@ def _with_paths_beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
         # unlike Path.exists, this takes any text
         if not isinstance(value, str) or exists(value):
             return value
-        return str(folder / value) if exists(folder / value) else _shipped(value)
+        return str(folder / value) if exists(folder / value) else shipped(value)
 
     for *sections, key in INPUT_PATHS:
         section: Any = table
