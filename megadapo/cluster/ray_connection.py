@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
 import os
@@ -49,6 +50,8 @@ else:
 """
 
 
+SIGACTION_BYTES = 256
+"""More than the size of C's struct sigaction."""
 _starting: list[Future[LocalRay]] = []
 """Ray that starts in a thread, until `connect_to_ray` takes it."""
 
@@ -67,12 +70,25 @@ def starting_ray(config: ClusterConfig, num_slots: int) -> Iterator[None]:
         return
     _set_reconnect_limit()
     with ThreadPoolExecutor(1) as thread:
-        _starting.append(thread.submit(LocalRay, max(num_slots, os.cpu_count() or 1)))
+        _starting.append(thread.submit(_start_in_thread, max(num_slots, os.cpu_count() or 1)))
         try:
             yield
         finally:
             if _starting and (unused := _starting.pop()).exception() is None:
                 leave_ray([], unused.result())
+
+
+def _start_in_thread(num_cpus: int) -> LocalRay:
+    """Start Ray, and keep the program's reaction to SIGTERM, which Python changes in one thread.
+
+    Ray's library would end the process three seconds after the signal, before the run is saved.
+    """
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
+    libc.sigaction(signal.SIGTERM, None, action)
+    try:
+        return LocalRay(num_cpus)
+    finally:
+        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def _set_reconnect_limit() -> None:
