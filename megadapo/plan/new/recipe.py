@@ -77,10 +77,9 @@ def write_recipe(
             *[UNMIXED] * (samples.num_mixed == 0),
         ]
     minutes, steps = sizes.forecast(draft, facts) / 60, draft.config().run.num_steps
-    lines.append(
-        f"forecast: about {minutes:.1f} minutes a step, {minutes * steps / 60:.1f} hours for "
-        f"{steps} steps"
-    )
+    total = minutes * steps
+    run = f"{total:.0f} minutes" if total < 120 else f"{total / 60:.0f} hours"
+    lines.append(f"forecast: about {minutes:.2g} minutes a step, {run} for {steps} steps")
     head = "Written by megadapo new (docs/new.md). Keys with their default value are left out."
     output.write_text(draft.text([head, *lines]), encoding="utf-8")
     return lines
