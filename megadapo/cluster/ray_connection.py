@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -50,52 +48,6 @@ else:
 """
 
 
-SIGACTION_BYTES = 256
-"""More than the size of C's struct sigaction."""
-_starting: list[Future[LocalRay]] = []
-"""Ray that starts in a thread, until `connect_to_ray` takes it."""
-
-
-@contextmanager
-def starting_ray(config: ClusterConfig, num_slots: int) -> Iterator[None]:
-    """Start Ray in a thread during other work, unless it runs or a cluster is to be joined.
-
-    `connect_to_ray` waits for it; without that call it ends with this block. The thread lives as
-    long as the block, because Linux ends Ray's daemons with the thread that started them.
-    """
-    import ray
-
-    if config.address is not None or ray.is_initialized():
-        yield
-        return
-    _set_reconnect_limit()
-    with ThreadPoolExecutor(1) as thread:
-        _starting.append(thread.submit(_start_in_thread, max(num_slots, os.cpu_count() or 1)))
-        try:
-            yield
-        finally:
-            if _starting and (unused := _starting.pop()).exception() is None:
-                leave_ray([], unused.result())
-
-
-def _start_in_thread(num_cpus: int) -> LocalRay:
-    """Start Ray, and keep the program's reaction to SIGTERM, which Python changes in one thread.
-
-    Ray's library would end the process three seconds after the signal, before the run is saved.
-    """
-    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
-    libc.sigaction(signal.SIGTERM, None, action)
-    try:
-        return LocalRay(num_cpus)
-    finally:
-        libc.sigaction(signal.SIGTERM, action, None)
-
-
-def _set_reconnect_limit() -> None:
-    # Ray would end this process a minute after the control service, before the run is saved
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
-
-
 def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     """Start or join Ray, unless this process is connected to it already.
 
@@ -106,11 +58,10 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     import ray
     from ray._raylet import Config  # type: ignore[attr-defined]
 
-    if _starting:
-        return _starting.pop().result()
     if ray.is_initialized():
         return None
-    _set_reconnect_limit()
+    # Ray would end this process a minute after the control service, before the run is saved
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
     with _own_sigterm_handler():
         if config.address is None:
             # slots are logical: more processes than cores is legal on a laptop

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.process_log import LOGS_FOLDER
-from megadapo.cluster.ray_connection import starting_ray
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.data.pretraining import PretrainingStream
@@ -97,8 +96,6 @@ def start_workers(
         reads = checkpoint is None or (unfinished is not None and unfinished.step == 0)
         settings = replace(trainer_settings(config), reads_weights=reads)
         prompts = None
-        num_slots = config.trainer.num_ranks + config.num_engines * config.rollout.ranks_per_engine
-        stack.enter_context(starting_ray(config.cluster, num_slots))
         if replay is None:
             inputs = SamplingInputs.start(config, phases, stack)
             prompts, tokenizer = inputs.stream(config), inputs.tokenizer

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from megadapo.cluster.process_log import LOGS_FOLDER
-from megadapo.cluster.ray_connection import starting_ray
 from megadapo.config import RunConfig, to_dict
 from megadapo.data.answered import AnswerEncoder, CorrectRows
 from megadapo.data.pairs import PairRows
@@ -70,8 +69,6 @@ def start_rollouts(
     with ExitStack() as stack:
         lease = stack.enter_context(closing(Lease.take(folder)))
         _begin(config)
-        num_slots = config.rollout.num_engines * config.rollout.ranks_per_engine
-        stack.enter_context(starting_ray(config.cluster, num_slots))
         inputs = SamplingInputs.start(config, phases, stack)
         engines, host = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
         sampler = inputs.sampler(config, engines)

@@ -257,35 +257,6 @@ def test_zero_timeout_is_refused():
         ClusterConfig(start_timeout_s=0)
 
 
-EARLY = """
-from megadapo.cluster.ray_connection import starting_ray
-
-config = ClusterConfig(device="cpu")
-answers = {}
-try:
-    with starting_ray(config, 2):
-        raise ConfigError("a prompt cannot be used")
-except ConfigError as error:
-    answers["error"] = str(error)
-answers["left"] = len(psutil.Process().children(recursive=True))
-signal.signal(signal.SIGTERM, lambda *_: answers.update(signal=True))
-with starting_ray(config, 2):
-    cluster = Cluster(config, **ONE_EACH)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(4)
-    answers["alive"] = ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid()
-    cluster.shutdown()
-answers["runs"] = ray.is_initialized()
-print(json.dumps(answers))
-"""
-
-
-def test_ray_that_started_early_is_used_or_ends(tmp_path):
-    """A run with a wrong prompt would leave Ray's processes, and a stopped run abort."""
-    expected = {"error": "a prompt cannot be used", "left": 0, "alive": True, "runs": False}
-    assert answer_of(EARLY, RUN_UNDER_TEST=str(tmp_path)) == expected | {"signal": True}
-
-
 STOPS = """
 from megadapo.cluster import ray_connection
 
