@@ -1,12 +1,15 @@
 """Progress of a run on the console, and the same as plain lines in `log.txt`.
 
-A terminal shows a live panel: phase, progress bar, curves. Otherwise there is a short line a step.
-In `log.txt` the line has all fields, always in the same order, so that programs can read it.
+A terminal shows a live panel: phase, progress bar, curves. Otherwise there are short lines, of fast
+steps one in LINE_S seconds. In `log.txt` each step has a line with all fields, always in the same
+order, so that programs can read it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +84,10 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
 # The estimate follows the last steps, because responses get longer while a run learns.
 _RECENT_STEPS = 10
+LINE_S = 15.0
+"""Shortest time between two lines of steps on a console that is no terminal."""
+_START_LINE_S = 5.0
+"""Longest time without a line there while a run starts."""
 
 
 def step_line(
@@ -139,6 +146,8 @@ class RunDisplay(logging.Handler):
         self._phase = "start"
         self._under_way = False
         self._phase_since = time.monotonic()
+        self._step_line_at = -math.inf
+        self._closed = threading.Event()
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -149,9 +158,12 @@ class RunDisplay(logging.Handler):
                 console=self._console, get_renderable=self._render, refresh_per_second=4
             )
             self._live.start()
+        else:
+            threading.Thread(target=self._repeat_phase, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed.set()
         if self._live is not None:
             try:
                 self._live.stop()
@@ -174,13 +186,22 @@ class RunDisplay(logging.Handler):
         if is_new and not self._under_way:
             self.write(f"starting: {name}", console=not self._console.is_terminal)
 
+    def _repeat_phase(self) -> None:
+        """Say every few seconds how long a part of the start takes."""
+        while not self._closed.wait(_START_LINE_S) and not self._under_way:
+            seconds = time.monotonic() - self._phase_since
+            if seconds >= _START_LINE_S:
+                self._print(f"starting: {self._phase}, {seconds:.0f} s so far")
+
     def step(self, record: MetricRecord) -> None:
         """Show a finished step."""
         self._under_way = True
         self._records.append(record)
         line = partial(step_line, record, num_steps=self._num_steps, eta_s=self.eta_s())
         self.write(line(), console=False)
-        if not self._console.is_terminal:
+        now, is_last = time.monotonic(), record["step"] == self._num_steps
+        if not self._console.is_terminal and (is_last or now >= self._step_line_at + LINE_S):
+            self._step_line_at = now
             self._print(line(is_short=True))
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:

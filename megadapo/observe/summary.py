@@ -27,12 +27,10 @@ _ROWS = (
     ("training accuracy", "accuracy/mean", ".3f"),
     ("reward", "reward/mean", "+.3f"),
     ("response length (tokens)", "response_length/mean", ".1f"),
-    ("half are within", "response_length/p50", ".0f"),
     ("95 % are within", "response_length/p95", ".0f"),
     ("longest response", "response_length/max", ".0f"),
     ("truncated responses", "response_length/truncated_fraction", ".1%"),
     ("entropy (nats)", "policy/entropy", ".3f"),
-    ("token probability", "policy/token_probability_mean", ".3f"),
     ("slowest group (s)", "time/group_max_s", ".1f"),
     ("engines busy", "rollout/engine_busy_share", ".0%"),
 )
@@ -40,14 +38,9 @@ _ROWS_WITHOUT_ROLLOUTS = (
     ("loss (nats per token)", "policy/loss", ".4f"),
     ("held-out loss", "eval/loss", ".4f"),
 )
-_ARTEFACTS = (
-    (RESOLVED_FILE, "resolved configuration"),
-    (METRICS_FILE, "every metric, one object a step"),
-    (EVALUATIONS_FILE, "every held-out evaluation"),
-    (TENSORBOARD_FOLDER, "tensorboard --logdir"),
-    ("checkpoints", "checkpoints"),
-    ("plot.png", "curves"),
-    (LOG_FILE, "log"),
+_FILES = (
+    *(RESOLVED_FILE, METRICS_FILE, EVALUATIONS_FILE, LOG_FILE),
+    *(TENSORBOARD_FOLDER, "checkpoints", "plot.png"),
 )
 
 
@@ -68,14 +61,12 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
     cost_table = Table.grid(padding=(0, 2))
     for cost in costs(records):
         cost_table.add_row(*cost)
-    files = Table.grid(padding=(0, 2))
-    for name, what in _ARTEFACTS:
-        if (folder / name).exists():
-            files.add_row(what, str(folder / name))
+    files = " ".join(name for name in _FILES if (folder / name).exists())
     console = console or new_console()
-    console.print(Group(table, cost_table, Text(), files, Text()))
+    console.print(Group(table, cost_table, Text()))
     responses = f"Read responses:   megadapo show {folder} [STEP]\n" * bool(run.saved_steps)
     console.print(
+        f"Files:            {files}\n"
         f"{responses}"
         f"Write a report:   megadapo report {folder}\n"
         f"Export the model: megadapo export {folder} DST\n"

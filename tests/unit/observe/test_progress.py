@@ -6,10 +6,12 @@ import math
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
+from megadapo.observe import progress
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations, read_metrics
 from megadapo.observe.progress import LINE_FIELDS, RunDisplay, curve_table, sparkline, step_line
@@ -85,7 +87,8 @@ def test_terminal_gets_no_escape_sequences(tmp_path, terminal):
         assert [one for one in HARM if one in text] == []
 
 
-def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
+def test_without_a_terminal_lines_stay_whole_and_fast_steps_are_few(tmp_path):
+    """Thirty lines of one second each pushed the summary's table off the screen."""
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
     with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
@@ -98,16 +101,28 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
         display.evaluation(read_evaluations(run)[-1])
         display.note("skipped [step-3]: damaged\nsecond line")
     printed = out.getvalue().splitlines()
-    words = "starting: step=1/3 step=2/3 step=3/3 evaluation skipped second"
+    words = "starting: step=1/3 step=3/3 evaluation skipped second"
     assert [line.split(" ")[0] for line in printed] == words.split()
-    assert printed[5] == "skipped [step-3]: damaged"
+    assert printed[4] == "skipped [step-3]: damaged"
     log = (tmp_path / "log.txt").read_text().splitlines()
     logged = [line.split(" ", 1)[1] for line in log]
     assert [line for line in logged if "step=" not in line] == [
         line for line in printed if "step=" not in line
     ]
     assert logged[1].startswith("step=1/3 policy_version=1 ") and "grad_norm=" in logged[1]
+    assert logged[2].startswith("step=2/3 ")
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
+
+
+def test_a_slow_start_says_every_few_seconds_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "_START_LINE_S", 0.05)
+    plain, out = console(terminal=False)
+    with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
+        display.phase("start engines")
+        deadline = time.monotonic() + 20
+        while out.getvalue().count("start engines,") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.search(r"starting: start engines, \d+ s so far", out.getvalue())
 
 
 def test_terminal_shows_phase_step_curves_and_eta(tmp_path):
