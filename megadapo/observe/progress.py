@@ -320,12 +320,14 @@ def clock(seconds: float | None) -> str:
 
 
 class Spinner:
-    """A spinner on the console with the name of the part that starts."""
+    """A spinner with the name of the part that starts; a line for it without a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if not self._console.is_terminal:
+            self._console.print(f"starting: {name}")
         with self._console.status(name):
             yield
