@@ -118,9 +118,11 @@ def start_processes(
 def _num_at_once(config: RunConfig) -> int:
     """Return the number of engines that a run waits for.
 
-    On a CPU it is one: the imports of several would share the cores, and all be ready later.
+    It is one where all share the cores of this machine: the imports of several would end later.
     """
-    return config.rollout.num_engines if config.cluster.uses_cuda else 1
+    cluster = config.cluster
+    own = cluster.uses_cuda or cluster.placement == "separate" or cluster.address is not None
+    return config.rollout.num_engines if own else 1
 
 
 def _start_others(config: RunConfig, cluster: Cluster, engines: Engines) -> None:

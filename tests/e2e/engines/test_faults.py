@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from megadapo.errors import InfraError
+from megadapo.rollout.engine.spec import CPU_DEFAULTS
 from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (
     Reference,
@@ -82,7 +83,7 @@ def test_killed_driver_leaves_no_engine_behind(tiny_model, tmp_path):
         driver.wait()
 
 
-BLOCK_TOKENS, TOKEN_BYTES = 128, 1024
+BLOCK_TOKENS, TOKEN_BYTES = CPU_DEFAULTS["block_size"], 1024
 """Size of a block of the CPU's key-value cache, and of the tiny model's token in it."""
 
 
