@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megadapo.config import RunConfig
 from megadapo.models.description import ModelDescription
@@ -68,11 +68,6 @@ class EngineSpeed:
             return seconds / linear
         # this form of the root stays exact for a tiny square
         return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * square * seconds))
-
-    def scaled(self, factor: float) -> EngineSpeed:
-        """Return an engine whose every step takes `factor` times as long."""
-        times = {name: value * factor for name, value in vars(self).items() if name.endswith("_s")}
-        return replace(self, **times)
 
 
 def speed_of(

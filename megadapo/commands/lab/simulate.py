@@ -22,9 +22,6 @@ def add(commands: Commands) -> None:
         help="response lengths, one a line, or a run's; default: a mean of 0.23 x the limit",
     )
     parser.add_argument(
-        "--fit", type=Path, metavar="RUN", help="take speed, lengths and keep rate from a run"
-    )
-    parser.add_argument(
         "--keep-rate", type=float, metavar="SHARE", help="share of mixed groups (default 0.35)"
     )
     parser.add_argument(
@@ -66,12 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megadapo.config import load_config
-    from megadapo.lab.simulate.fit import fit_run
     from megadapo.lab.simulate.policies import policies_on_engines, policies_on_gpus
     from megadapo.lab.simulate.simulation import (
         compare,
         engines_of,
-        fit_table,
         results_table,
         task_of,
         write_json,
@@ -79,12 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
-    fit = fit_run(arguments.fit) if arguments.fit else None
-    if fit is not None:
-        print(fit_table(fit), end="\n\n")
     task = task_of(
         config,
-        fit,
         lengths=arguments.lengths,
         keep_rate=arguments.keep_rate,
         solved_share=arguments.solved,
@@ -102,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             absence=arguments.away,
         )
     else:
-        engines = engines_of(config, fit, arguments.engines)
+        engines = engines_of(config, arguments.engines)
         where = f"{engines.num_engines} engines of {engines.num_slots} slots"
         policies = policies_on_engines(config.sampling, engines)
     with Console().status("simulating"):
@@ -126,9 +117,8 @@ def _check(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
         return
-    for name in ("engines", "fit"):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} has no effect with --gpus: leave one of them out")
+    if arguments.engines is not None:
+        raise ConfigError("--engines has no effect with --gpus: leave one of them out")
     if arguments.away is not None and arguments.steps < 2:
         raise ConfigError("--away needs --steps 2 or more: engines leave after the first step")
     if arguments.staleness is not None and arguments.staleness < 2:

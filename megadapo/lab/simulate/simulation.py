@@ -20,7 +20,6 @@ from megadapo.data.group import Group
 from megadapo.errors import ConfigError
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.policies import OurSampler, Policy
 from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
 from megadapo.observe.tables import TextTable
@@ -98,16 +97,14 @@ class StepMeasures:
 
 def task_of(
     config: RunConfig,
-    fit: RunFit | None = None,
     *,
     lengths: Path | None = None,
     keep_rate: float | None = None,
     solved_share: float | None = None,
 ) -> TaskSettings:
-    """Combine the recipe's sizes, the fit of a run, and the given values; the latter win."""
-    task = TaskSettings(lengths=usual_lengths(mean_response(config))) if fit is None else fit.task
-    task = replace(
-        task,
+    """Combine the recipe's sizes and the given values."""
+    task = TaskSettings(
+        lengths=usual_lengths(mean_response(config)),
         num_responses=config.sampling.responses_per_prompt,
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
@@ -121,15 +118,14 @@ def task_of(
     return task
 
 
-def engines_of(config: RunConfig, fit: RunFit | None, num_engines: int | None) -> EngineSettings:
-    """Return the recipe's engines, with the speed of a run's fit."""
+def engines_of(config: RunConfig, num_engines: int | None) -> EngineSettings:
+    """Return the recipe's engines."""
     rollout = config.rollout
     if num_engines is not None and not 1 <= num_engines <= MAX_ENGINES:
         raise ConfigError(f"--engines {num_engines}: must be 1 to {MAX_ENGINES}")
-    engines = EngineSettings(
+    return EngineSettings(
         num_engines=num_engines or rollout.num_engines, num_slots=rollout.max_num_seqs
     )
-    return engines if fit is None else replace(engines, speed=fit.engines.speed)
 
 
 def compare(
@@ -311,22 +307,6 @@ def results_table(results: Sequence[StepMeasures], title: str) -> str:
         head=[HEAD[number] for number in shown],
         rows=[[row[number] for number in shown] for row in rows],
     ).text()
-
-
-def fit_table(fit: RunFit) -> str:
-    """Return measured and predicted rollout times, one row per step."""
-    numbers = zip(fit.steps, fit.measured, fit.predicted, strict=True)
-    rows = [
-        [str(step), f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured:.2f}"]
-        + ["fitted" if place < fit.num_fitted else "predicted"]
-        for place, (step, measured, predicted) in enumerate(numbers)
-    ]
-    title = (
-        f"rollout: speed fitted to {fit.num_fitted} steps, "
-        f"{len(fit.steps) - fit.num_fitted} predicted"
-    )
-    head = ["step", "measured s", "predicted s", "ratio", ""]
-    return TextTable(title=title, head=head, rows=rows).text()
 
 
 def write_json(

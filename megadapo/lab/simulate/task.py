@@ -14,7 +14,6 @@ import numpy as np
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
-from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.run_records import RunRecords
 from megadapo.plan.responses import (
     KEPT_SHARE,
@@ -77,11 +76,7 @@ def run_lengths(folder: Path) -> Lengths:
     groups = [list(one.group.lengths) for step in run.saved_steps for one in run.groups(step)]
     if groups and len(groups) >= 0.9 * num_sampled:
         return EmpiricalLengths([length for group in groups for length in group])
-    return step_lengths(run.need_steps()[-1])
-
-
-def step_lengths(record: MetricRecord) -> Lengths:
-    """Return the log-normal distribution with a step's mean and 95th percentile."""
+    record = run.need_steps()[-1]
     mean, quantile_95 = record["response_length/mean"], record["response_length/p95"]
     assert mean is not None and quantile_95 is not None, "every step records them"
     largest = mean * math.exp(0.5 * NORMAL_95**2)

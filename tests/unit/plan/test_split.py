@@ -183,7 +183,6 @@ def test_tokens_in_inverts_time_for():
         seconds = SPEED.time_for(123.4, num_running, num_context)
         assert SPEED.tokens_in(seconds, num_running, num_context) == pytest.approx(123.4)
         assert FLAT.tokens_in(5.0, num_running, num_context) == 5.0
-    assert SPEED.scaled(3.0).time_for(9, 4, 5.0) == pytest.approx(3 * SPEED.time_for(9, 4, 5.0))
 
 
 def test_lowest_rank_takes_a_free_slot():

@@ -118,11 +118,11 @@ BUBBLE = 25 / 26
 
 def speed() -> EngineSpeed:
     """Return the speed by the model's sizes: a response alone reads the active experts only."""
-    read = READ_SHARE * H100.memory_bandwidth * GPUS_PER_ENGINE
-    product_s = ACTIVE_BYTES / (GPUS_PER_ENGINE * PRODUCT_SHARE * H100.flops)
+    read = READ_SHARE * H100.memory_bandwidth * GPUS_PER_ENGINE / SLOWER
+    product_s = SLOWER * ACTIVE_BYTES / (GPUS_PER_ENGINE * PRODUCT_SHARE * H100.flops)
     expert_bytes = (BYTES - ACTIVE_BYTES) / (1.0 - CHOSEN_SHARE)
-    found = EngineSpeed(
-        step_s=(BYTES - expert_bytes) / read + LAYERS * (LAYER_S + 2 * ALL_REDUCE_S),
+    return EngineSpeed(
+        step_s=(BYTES - expert_bytes) / read + SLOWER * LAYERS * (LAYER_S + 2 * ALL_REDUCE_S),
         response_s=product_s,
         # ten layers of full attention, two key-value heads of 256, one on each GPU
         context_s=10 * 2 * 256 * 2 * GPUS_PER_ENGINE / read,
@@ -130,7 +130,6 @@ def speed() -> EngineSpeed:
         experts_s=expert_bytes / read,
         chosen_share=CHOSEN_SHARE,
     )
-    return found.scaled(SLOWER)
 
 
 def lengths(mean: float) -> LogNormalLengths:
