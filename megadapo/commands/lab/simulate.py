@@ -49,12 +49,6 @@ def add(commands: Commands) -> None:
         help="sampling.max_staleness of partial and async (default: the recipe's, at least 2)",
     )
     add_gpu(parser, purpose="GPU of --gpus")
-    parser.add_argument(
-        "--away",
-        type=_absence,
-        metavar="N:SECONDS",
-        help="engines that leave after the first measured step, and when they return",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run, gpu=None)  # without --gpus a named GPU is refused
 
@@ -90,7 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.gpus,
             num_trainer_gpus=arguments.trainer_gpus,
             staleness=arguments.staleness,
-            absence=arguments.away,
         )
     else:
         engines = engines_of(config, arguments.engines)
@@ -113,18 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse options that have no effect."""
     if arguments.gpus is None:
-        for name in ("trainer_gpus", "staleness", "gpu", "away"):
+        for name in ("trainer_gpus", "staleness", "gpu"):
             if getattr(arguments, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
         return
     if arguments.engines is not None:
         raise ConfigError("--engines has no effect with --gpus: leave one of them out")
-    if arguments.away is not None and arguments.steps < 2:
-        raise ConfigError("--away needs --steps 2 or more: engines leave after the first step")
     if arguments.staleness is not None and arguments.staleness < 2:
         raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
-
-
-def _absence(text: str) -> tuple[int, float]:
-    number, _, seconds = text.partition(":")
-    return int(number), float(seconds)

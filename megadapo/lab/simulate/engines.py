@@ -75,9 +75,7 @@ class VirtualEngines:
         # (time, engine, number): only the entry with an engine's latest number counts
         self._events: list[tuple[float, int, int]] = []
         self._numbers = [0] * settings.num_engines
-        self._num_present = settings.num_engines
-        self._changes: list[tuple[float, int]] = []
-        self._away_seconds = 0.0
+        self._seconds_without_gpus = 0.0
         self._reported = [(0.0, EngineCounters())] * settings.num_engines
         """Time and counters of each engine at the last report."""
         self._zeros = np.zeros(task.settings.max_tokens, dtype=np.int32)
@@ -90,7 +88,7 @@ class VirtualEngines:
         if self._dispatch == "in_turn":
             return UNLIMITED
         wanted = math.ceil(self._settings.num_slots * (1 + WAITING_SHARE))
-        return sum(max(0, wanted - engine.load) for engine in self._engines[: self._num_present])
+        return sum(max(0, wanted - engine.load) for engine in self._engines)
 
     @property
     def num_slots(self) -> int:
@@ -109,21 +107,13 @@ class VirtualEngines:
             engine.advance(self.now)
         names = ("busy_seconds", "running_seconds", "num_tokens")
         sums = [sum(getattr(engine.counters, name) for engine in self._engines) for name in names]
-        present = self.now * self._settings.num_engines - self._away_seconds
+        present = (self.now - self._seconds_without_gpus) * self._settings.num_engines
         return np.array([present, *sums, self.mixed_tokens])
 
     def publish(self) -> None:
         """Give the engines new weights."""
         self.policy_version += 1
         self._versions = np.full_like(self._zeros, self.policy_version)
-
-    def plan_absence(self, num_engines: int, seconds: float) -> None:
-        """Let engines leave now and return later, empty.
-
-        Their groups move to the others and lose the tokens since they were submitted.
-        """
-        num_all = self._settings.num_engines
-        self._changes = [(self.now, num_all - num_engines), (self.now + seconds, num_all)]
 
     def draw(self, key: int, policy_version: int) -> Draw:
         """Return the responses that these weights give to a group that was submitted."""
@@ -133,7 +123,7 @@ class VirtualEngines:
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups."""
         shares: dict[int, list[VirtualResponse]] = {}
-        loads = [engine.load for engine in self._engines[: self._num_present]]
+        loads = [engine.load for engine in self._engines]
         for request in groups:
             if self._dispatch == "in_turn":
                 index = self._num_dispatched % len(loads)
@@ -157,27 +147,23 @@ class VirtualEngines:
         deadline = self.deadline if timeout_s is None else min(self.deadline, self.now + timeout_s)
         while not self._complete and self._events:
             time, index, number = self._events[0]
-            if self._changes and self._changes[0][0] <= min(time, deadline):
-                self._change()
-                continue
             if time > deadline:
                 break
             heapq.heappop(self._events)
             if number == self._numbers[index]:
-                self._pass(max(0.0, time - self.now))
+                self.now = max(self.now, time)
                 self._end(self._engines[index].run_event(time))
                 self._schedule(index)
         if not self._complete and deadline < math.inf:
-            self._pass(deadline - self.now)
+            self.now = deadline
         groups, self._complete = self._complete, []
         return [self._response(group) for group in groups]
 
     def pass_time(self, seconds: float, *, have_gpus: bool = True) -> None:
         """Let time pass while nothing is in flight."""
-        end = self.now + seconds
-        while self._changes and self._changes[0][0] <= end:
-            self._change(have_gpus=have_gpus)
-        self._pass(end - self.now, have_gpus=have_gpus)
+        self.now += seconds
+        if not have_gpus:
+            self._seconds_without_gpus += seconds
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
         """Stop groups in flight, all of them for None."""
@@ -260,22 +246,6 @@ class VirtualEngines:
             for sequence in engine.remove(lambda one: one.key in chosen):
                 chosen[sequence.key].num_done[sequence.index] = sequence.num_done
             self._schedule(index)
-
-    def _pass(self, seconds: float, *, have_gpus: bool = True) -> None:
-        num_away = self._settings.num_engines - self._num_present * have_gpus
-        self._away_seconds += seconds * num_away
-        self.now += seconds
-
-    def _change(self, *, have_gpus: bool = True) -> None:
-        """Go to the time of the next change; groups of engines that leave move to the others."""
-        time, number = self._changes.pop(0)
-        self._pass(max(0.0, time - self.now), have_gpus=have_gpus)
-        self._num_present = number
-        lost = [group for group in self._groups.values() if group.engine >= number]
-        self._remove({group.request.key: group for group in lost})
-        for group in lost:
-            del self._groups[group.request.key]
-        self.submit([group.request for group in lost])
 
     def _schedule(self, index: int) -> None:
         """Replace the engine's next event."""

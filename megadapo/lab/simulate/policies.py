@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
@@ -122,10 +122,6 @@ class FirstFinished:
         )
 
 
-Absence: TypeAlias = tuple[int, float]
-"""Number of engines that leave after the first measured step, and seconds until they return."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """A way to fill batches, and to train on them."""
@@ -139,7 +135,6 @@ class Policy:
     """Engines and trainer; None: no time is counted between batches."""
     plan_s: float | None = None
     """Seconds of a step by `megadapo plan`."""
-    absence: Absence | None = None
 
 
 def policies_on_engines(sampling: SamplingConfig, engines: EngineSettings) -> list[Policy]:
@@ -179,14 +174,11 @@ def policies_on_gpus(
     *,
     num_trainer_gpus: int | None = None,
     staleness: int | None = None,
-    absence: Absence | None = None,
 ) -> list[Policy]:
     """Return every mode, those with separate GPUs at the split that the plan recommends.
 
-    With an absence, async appears a second time, with engines that leave and return.
-
     Raises:
-        ConfigError: the GPUs do not suffice, no trainer has so many, or no engine leaves or stays.
+        ConfigError: the GPUs do not suffice, or no trainer has so many.
     """
     steps = step_model_of(config, card, task)
     found = steps.splits(num_gpus)
@@ -203,15 +195,6 @@ def policies_on_gpus(
     for mode in modes_of(config.sampling, staleness):
         split = steps.by_estimate(found, mode)[0] if mode.overlaps else shared
         policies.append(policy_on_split(steps, mode, split))
-    if absence is not None:
-        num_away, _ = absence
-        if not 1 <= num_away < split.num_engines:
-            raise ConfigError(
-                f"--away {num_away}: at least 1 engine must leave, and at least 1 of "
-                f"async's {split.num_engines} must stay"
-            )
-        name = f"async, {num_away} of {split.num_engines} engines away"
-        policies.append(replace(policies[-1], name=name, absence=absence))
     return policies
 
 

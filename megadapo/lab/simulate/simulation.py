@@ -157,10 +157,7 @@ def simulate(
     steps = steps_of(policy, engines, task)
     list(islice(steps, num_warm_up))
     before = engines.totals()
-    measured = [next(steps)]
-    if policy.absence is not None:
-        engines.plan_absence(*policy.absence)
-    measured += islice(steps, num_steps - 1)
+    measured = list(islice(steps, num_steps))
     present, busy, running, num_tokens, mixed_tokens = (engines.totals() - before).tolist()
     seconds = tuple(step.seconds for step in measured)
     ages: Counter[int] = Counter()

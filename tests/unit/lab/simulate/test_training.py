@@ -84,22 +84,20 @@ def test_slow_trainer_never_waits(mode):
 
 @pytest.mark.slow
 def test_modes_on_equally_many_gpus():
-    """The order of the modes at a sixteenth of the paper's batch, and engines that leave."""
+    """The order of the modes at a sixteenth of the paper's batch."""
     sizes = ["sampling.prompts_per_step=32", "algorithm.responses_per_mini_batch=32"]
     config = load_config(str(REPOSITORY / "configs" / "qwen2.5-32b.toml"), sizes)
     task = TaskSettings(keep_rate=0.35, solved_share=0.4)
-    policies = policies_on_gpus(config, CARDS["H200"], task, 32, staleness=4, absence=(2, 1000.0))
+    policies = policies_on_gpus(config, CARDS["H200"], task, 32, staleness=4)
     found = compare(policies, task, num_steps=6)
     by_name = {one.name: one for one in found}
     sync, ahead = by_name["sync"], by_name["one_step_off"]
-    best, away = found[-2:]
+    best = found[-1]
     assert best.step_s < 0.7 * sync.step_s and best.step_s < 0.8 * ahead.step_s
     assert best.engines_idle < 0.05 and best.num_dropped == 0 and best.staleness_max <= 4
     assert sync.length_bias == ahead.length_bias == 0.0 and abs(best.length_bias) < 0.05
-    for one in found[:-1]:
+    for one in found:
         assert one.plan_s == pytest.approx(one.step_s, rel=0.15), one.name
-    assert "2 of" in away.name and away.step_s >= best.step_s
-    assert away.num_dropped == 0 and away.staleness_max <= 4
 
 
 GPUS_PER_ENGINE, LAYERS = 4, 40

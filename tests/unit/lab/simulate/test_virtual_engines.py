@@ -110,17 +110,6 @@ def test_dropped_tokens_are_counted():
     assert some.activity()[0].num_tokens == 0
 
 
-def test_groups_of_engines_that_leave_move_to_the_others():
-    """Fails if a group is lost or returned twice, or if an engine that is away gets work."""
-    some = engines()
-    some.submit([request(key) for key in range(6)])
-    some.finished(timeout_s=10.0)
-    some.plan_absence(1, 100.0)
-    found = [group.key for _ in range(6) for group in some.finished()]
-    assert sorted(found) == list(range(6)) and some.num_in_flight == 0
-    assert some.now > 110.0 and some.totals()[0] == pytest.approx(2 * some.now - 100.0)
-
-
 def test_clock_stops_at_the_deadline():
     some = engines()
     some.submit([request(0)])
