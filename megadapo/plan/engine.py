@@ -30,19 +30,15 @@ ALL_REDUCE_S = 9e-6
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpeed:
-    """A model of step times: a step gives one token to each running response.
+    """A model of step times: a step gives one token to each running response."""
 
-    The defaults are rounded ones of a 32B model in bfloat16 on four H200. `speed_of` has the
-    numbers of any model and card.
-    """
-
-    step_s: float = 15e-3
+    step_s: float
     """Seconds of a step without load."""
-    response_s: float = 40e-6
+    response_s: float
     """Extra seconds for each running response."""
-    context_s: float = 19e-9
+    context_s: float
     """Extra seconds for each token in the KV cache of running responses."""
-    prefill_s: float = 30e-6
+    prefill_s: float
     """Seconds for each prompt token, and for each token of a response that continues."""
     experts_s: float = 0.0
     """Seconds to read all experts; a step reads those of its running responses."""

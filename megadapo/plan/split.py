@@ -44,6 +44,10 @@ class Split:
         return self.num_engines * self.gpus_per_engine
 
     @property
+    def num_gpus(self) -> int:
+        return self.num_engine_gpus + (0 if self.is_shared else self.trainer.num_ranks)
+
+    @property
     def name(self) -> str:
         """Both numbers of GPUs, the engines' first."""
         if self.is_shared:
@@ -193,14 +197,13 @@ def describe_step(config: RunConfig, models: Models, card: Card, responses: Resp
 
     lines = [described(own)]
     if sampling.overlaps:
-        num_gpus = own.num_engine_gpus + own.trainer.num_ranks
-        ordered = steps.by_estimate(steps.splits(num_gpus), sampling)
+        ordered = steps.by_estimate(steps.splits(own.num_gpus), sampling)
         fitting = (one for one in ordered if not problems(_with_split(config, one), models, card))
         best = next(fitting, None)
         if best is not None and best.name != own.name:
             trainer = best.trainer
             lines.append(
-                f"the best split of {num_gpus}: {described(best)}: "
+                f"the best split of {own.num_gpus}: {described(best)}: "
                 f"rollout.num_engines = {best.num_engines}, trainer.data_parallel = "
                 f"{trainer.data_parallel}, trainer.pipeline_parallel = {trainer.pipeline_parallel}"
             )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.commands.plan import DEFAULT_GPU, add_gpu, card_of
+from megadapo.commands.plan import add_gpu, card_of
 from megadapo.errors import ConfigError
 
 
@@ -14,7 +14,6 @@ def add(commands: Commands) -> None:
     summary = "simulate the sampling modes on a virtual clock, without engines"
     parser = add_command(commands, "simulate", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
-    parser.add_argument("--engines", type=int, metavar="N", help="engines (default: the recipe's)")
     parser.add_argument(
         "--lengths",
         type=Path,
@@ -34,7 +33,7 @@ def add(commands: Commands) -> None:
         "--seeds", type=int, default=1, metavar="N", help="seeds from run.seed on (default 1)"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="compare whole steps with their training on N GPUs"
+        "--gpus", type=int, metavar="N", help="GPUs of engines and trainer (default: the recipe's)"
     )
     parser.add_argument(
         "--trainer-gpus",
@@ -48,25 +47,25 @@ def add(commands: Commands) -> None:
         metavar="K",
         help="sampling.max_staleness of partial and async (default: the recipe's, at least 2)",
     )
-    add_gpu(parser, purpose="GPU of --gpus")
+    add_gpu(parser, purpose="their kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.set_defaults(run=run, gpu=None)  # without --gpus a named GPU is refused
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megadapo.config import load_config
-    from megadapo.lab.simulate.policies import policies_on_engines, policies_on_gpus
+    from megadapo.lab.simulate.policies import policies_on_gpus
     from megadapo.lab.simulate.simulation import (
         compare,
-        engines_of,
         results_table,
         task_of,
         write_json,
     )
 
-    _check(arguments)
+    if arguments.staleness is not None and arguments.staleness < 2:
+        raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
     config = load_config(arguments.config, arguments.overrides)
     task = task_of(
         config,
@@ -74,43 +73,24 @@ def run(arguments: argparse.Namespace) -> int:
         keep_rate=arguments.keep_rate,
         solved_share=arguments.solved,
     )
-    if arguments.gpus is not None:
-        card = card_of(arguments.gpu or DEFAULT_GPU)
-        where = f"{arguments.gpus} {card.name}"
-        policies = policies_on_gpus(
-            config,
-            card,
-            task,
-            arguments.gpus,
-            num_trainer_gpus=arguments.trainer_gpus,
-            staleness=arguments.staleness,
-        )
-    else:
-        engines = engines_of(config, arguments.engines)
-        where = f"{engines.num_engines} engines of {engines.num_slots} slots"
-        policies = policies_on_engines(config.sampling, engines)
+    card = card_of(arguments.gpu)
+    policies = policies_on_gpus(
+        config,
+        card,
+        task,
+        arguments.gpus,
+        num_trainer_gpus=arguments.trainer_gpus,
+        staleness=arguments.staleness,
+    )
     with Console().status("simulating"):
         results = compare(policies, task, num_steps=arguments.steps, num_seeds=arguments.seeds)
     print(
         results_table(
             results,
             f"{config.sampling.prompts_per_step} groups of {config.sampling.responses_per_prompt} "
-            f"on {where}, {task.keep_rate:.0%} of groups mixed",
+            f"on {card.name}, {task.keep_rate:.0%} of groups mixed",
         )
     )
     if arguments.json is not None:
         write_json(results, policies, task, arguments.json)
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that have no effect."""
-    if arguments.gpus is None:
-        for name in ("trainer_gpus", "staleness", "gpu"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
-        return
-    if arguments.engines is not None:
-        raise ConfigError("--engines has no effect with --gpus: leave one of them out")
-    if arguments.staleness is not None and arguments.staleness < 2:
-        raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")

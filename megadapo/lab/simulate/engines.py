@@ -6,7 +6,6 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -16,21 +15,15 @@ from megadapo.plan.engine import EngineCounters, EngineSpeed, VirtualEngine, Vir
 from megadapo.rollout.pool.engines import WAITING_SHARE
 from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
 
-Dispatch = Literal["least_loaded", "in_turn"]
-"""Choice of a group's engine: the one with the fewest responses, or each engine in turn."""
-
-UNLIMITED = 1 << 40
-"""Capacity of engines that receive everything at once."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """The engines of a simulation."""
 
     num_engines: int
-    num_slots: int = 256
+    num_slots: int
     """Responses that an engine runs at once."""
-    speed: EngineSpeed = EngineSpeed()
+    speed: EngineSpeed
 
 
 @dataclass(eq=False)
@@ -47,9 +40,7 @@ class _Group:
 class VirtualEngines:
     """Engines that return the task's answers after the time their speed gives."""
 
-    def __init__(
-        self, settings: EngineSettings, task: Task, *, dispatch: Dispatch = "least_loaded"
-    ) -> None:
+    def __init__(self, settings: EngineSettings, task: Task) -> None:
         self.now = 0.0
         """Seconds on the virtual clock."""
         self.policy_version = 0
@@ -57,12 +48,10 @@ class VirtualEngines:
         """Latest draws of all submitted groups, by key."""
         self.mixed_tokens = 0
         """Tokens generated for mixed groups, counted when they finish or stop."""
-        self.task = task
-        """Source of the answers; a caller may replace it."""
         self.deadline = math.inf
         """Time at which `finished` returns, with or without groups."""
         self._settings = settings
-        self._dispatch = dispatch
+        self._task = task
         self._engines = [
             VirtualEngine(settings.speed, num_slots=settings.num_slots)
             for _ in range(settings.num_engines)
@@ -71,7 +60,6 @@ class VirtualEngines:
         """First request of each group and its policy version, by key."""
         self._groups: dict[int, _Group] = {}
         self._complete: list[_Group] = []
-        self._num_dispatched = 0
         # (time, engine, number): only the entry with an engine's latest number counts
         self._events: list[tuple[float, int, int]] = []
         self._numbers = [0] * settings.num_engines
@@ -85,8 +73,6 @@ class VirtualEngines:
     @property
     def capacity(self) -> int:
         """Responses to submit so that every engine stays just ahead of its slots."""
-        if self._dispatch == "in_turn":
-            return UNLIMITED
         wanted = math.ceil(self._settings.num_slots * (1 + WAITING_SHARE))
         return sum(max(0, wanted - engine.load) for engine in self._engines)
 
@@ -118,18 +104,14 @@ class VirtualEngines:
     def draw(self, key: int, policy_version: int) -> Draw:
         """Return the responses that these weights give to a group that was submitted."""
         request, first = self._first[key]
-        return self.task.draw(request.prompt_ids, request.seeds, age=policy_version - first)
+        return self._task.draw(request.prompt_ids, request.seeds, age=policy_version - first)
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups."""
         shares: dict[int, list[VirtualResponse]] = {}
         loads = [engine.load for engine in self._engines]
         for request in groups:
-            if self._dispatch == "in_turn":
-                index = self._num_dispatched % len(loads)
-                self._num_dispatched += 1
-            else:
-                index = loads.index(min(loads))
+            index = loads.index(min(loads))
             group, sequences = self._start(request, index)
             loads[index] += len(sequences)
             if sequences:
@@ -276,7 +258,7 @@ class VirtualEngines:
             old = begun.policy_versions
             versions = np.concatenate([old, versions[len(old) :]])
         is_complete = num_done == draw.lengths[place]
-        is_truncated = num_done == self.task.settings.max_tokens
+        is_truncated = num_done == self._task.settings.max_tokens
         return Response(
             # the content of tokens is not simulated: all responses share these zeros
             token_ids=self._zeros[:num_done],

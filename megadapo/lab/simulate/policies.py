@@ -1,4 +1,4 @@
-"""Policies that fill a batch: every mode of the product's sampler, and the baselines' rules."""
+"""Policies that fill a batch: every mode of the product's sampler."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
-from megadapo.data.prompts import PromptStream, render
+from megadapo.data.prompts import PromptStream
 from megadapo.errors import ConfigError
-from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
+from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings, TaskVerifier, task_tokenizer
 from megadapo.plan.cards import Card
 from megadapo.plan.phases import models_of
@@ -22,7 +21,7 @@ from megadapo.plan.split import Split, StepModel
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+from megadapo.rollout.types import SamplingSettings
 
 STALENESS = 2
 """Least `sampling.max_staleness` of async, and of the second row of partial."""
@@ -71,57 +70,6 @@ class OurSampler:
         self._sampler.resume_sampling(self._engines.policy_version)
 
 
-class FirstFinished:
-    """slime's rule: it requests twice the batch, and again on a shortfall, and keeps the fastest.
-
-    Responses still in flight when the batch is full are dropped.
-    """
-
-    num_dropped = 0
-
-    def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
-        self._config = config
-        self._engines = engines
-        self._task = task
-        self._prompts = PromptStream(task.prompts, task.settings.seed)
-        self._tokenizer = task_tokenizer(task.settings)
-        self._prompt_indices = count()
-
-    def next_batch(self) -> Sequence[Group]:
-        needed = self._config.prompts_per_step
-        kept: list[Group] = []
-        while len(kept) < needed:
-            if len(kept) + self._engines.num_in_flight < needed:
-                self._engines.submit([self._request() for _ in range(2 * needed)])
-            for done in self._engines.finished():
-                if self._engines.requested[done.key].is_mixed:
-                    group = Group(
-                        prompt_index=done.key,
-                        prompt=self._prompts.at(done.key),
-                        prompt_ids=done.prompt_ids,
-                        responses=done.responses,
-                        scores=(),
-                    )
-                    kept.append(group)
-        self._engines.stop(keep=False)
-        return kept[:needed]
-
-    def publish(self) -> None:
-        self._engines.publish()
-
-    def _request(self) -> OpenGroup:
-        index, task = next(self._prompt_indices), self._task.settings
-        prompt = self._prompts.at(index)
-        return OpenGroup(
-            key=index,
-            prompt_ids=tuple(render(prompt, self._tokenizer)),
-            # the sampler's own seeds, so that all policies see the same answers
-            seeds=response_seeds(task.num_responses, task.seed, "train", index, prompt.id),
-            settings=_sampling_settings(self._task),
-            priority=index,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """A way to fill batches, and to train on them."""
@@ -129,58 +77,29 @@ class Policy:
     name: str
     sampling: SamplingConfig
     engines: EngineSettings
-    start: type[OurSampler | FirstFinished] = OurSampler
-    dispatch: Dispatch = "least_loaded"
-    split: Split | None = None
-    """Engines and trainer; None: no time is counted between batches."""
-    plan_s: float | None = None
+    split: Split
+    plan_s: float
     """Seconds of a step by `megadapo plan`."""
-
-
-def policies_on_engines(sampling: SamplingConfig, engines: EngineSettings) -> list[Policy]:
-    """Return the policies that fill a batch of this size, baselines first."""
-    size = sampling.prompts_per_step
-    sync, *others = modes_of(sampling, STALENESS)
-    rounds = [
-        Policy(
-            name=f"rounds-{times}x",
-            sampling=sync.model_copy(
-                update={
-                    "mode": "rounds",
-                    "prompts_per_round": times * size,
-                    "max_asked_per_prompt": max(sampling.max_asked_per_prompt, 10.0 * times),
-                }
-            ),
-            engines=engines,
-            dispatch="in_turn",
-        )
-        for times in (1, 3)  # verl's script has rounds of three times the batch
-    ]
-    first = Policy(name="first-finished", sampling=sync, engines=engines, start=FirstFinished)
-    # async fills batches while the trainer works
-    ours = [one for one in (sync, *others) if one.mode != "async"]
-    return [
-        *rounds,
-        first,
-        *(Policy(name=mode_name(one), sampling=one, engines=engines) for one in ours),
-    ]
 
 
 def policies_on_gpus(
     config: RunConfig,
     card: Card,
     task: TaskSettings,
-    num_gpus: int,
+    num_gpus: int | None = None,
     *,
     num_trainer_gpus: int | None = None,
     staleness: int | None = None,
 ) -> list[Policy]:
     """Return every mode, those with separate GPUs at the split that the plan recommends.
 
+    `num_gpus`: by default those of the recipe.
+
     Raises:
         ConfigError: the GPUs do not suffice, or no trainer has so many.
     """
     steps = step_model_of(config, card, task)
+    num_gpus = num_gpus or steps.own_split().num_gpus
     found = steps.splits(num_gpus)
     if num_trainer_gpus is not None:
         sizes = [one.trainer.num_ranks for one in found]

@@ -19,18 +19,15 @@ from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.errors import ConfigError
 from megadapo.lab.record import write_record
-from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
+from megadapo.lab.simulate.engines import VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler, Policy
 from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
 from megadapo.observe.tables import TextTable
 from megadapo.plan.responses import mean_response, usual_lengths
 from megadapo.plan.split import PUBLISH_S, SWITCH_S
 
-MAX_ENGINES = 64
-BASELINES = ("rounds-3x", "sync")
-"""Names of policies; the time of the first one in a table is the unit of the column `x`."""
 CAPTION = """\
-seconds: of a step, or until a batch is full; +-: standard error; x: multiples of {}; plan: seconds
+seconds: of a step; +-: standard error; x: multiples of sync; plan: seconds
 by megadapo plan; wait: seconds of a step in which the trainer has nothing to do; idle: engines'
 time without work; slots: share in use; gen.: tokens generated per token trained; used: share of
 mixed groups' tokens trained on; staleness: mean/largest, in weight publications; bias: of the mean
@@ -65,11 +62,11 @@ class StepMeasures:
 
     name: str
     gpus: str
-    """Number of the engines' and of the trainer's GPUs; empty without a trainer."""
-    plan_s: float | None
-    """Seconds of a step by `megadapo plan`; None without a trainer."""
+    """Number of the engines' and of the trainer's GPUs."""
+    plan_s: float
+    """Seconds of a step by `megadapo plan`."""
     step_s: float
-    """Mean seconds of a step, or until a batch is full if there is no trainer."""
+    """Mean seconds of a step."""
     step_error: float | None
     """Standard error of that mean; None for one step."""
     seconds: tuple[float, ...]
@@ -118,16 +115,6 @@ def task_of(
     return task
 
 
-def engines_of(config: RunConfig, num_engines: int | None) -> EngineSettings:
-    """Return the recipe's engines."""
-    rollout = config.rollout
-    if num_engines is not None and not 1 <= num_engines <= MAX_ENGINES:
-        raise ConfigError(f"--engines {num_engines}: must be 1 to {MAX_ENGINES}")
-    return EngineSettings(
-        num_engines=num_engines or rollout.num_engines, num_slots=rollout.max_num_seqs
-    )
-
-
 def compare(
     policies: Sequence[Policy], task: TaskSettings, *, num_steps: int, num_seeds: int = 1
 ) -> list[StepMeasures]:
@@ -149,13 +136,11 @@ def compare(
     ]
 
 
-def simulate(
-    policy: Policy, task: Task, *, num_steps: int, num_warm_up: int = NUM_WARM_UP
-) -> StepMeasures:
+def simulate(policy: Policy, task: Task, *, num_steps: int) -> StepMeasures:
     """Run a policy from a cold start, and measure all but the first steps."""
-    engines = VirtualEngines(policy.engines, task, dispatch=policy.dispatch)
+    engines = VirtualEngines(policy.engines, task)
     steps = steps_of(policy, engines, task)
-    list(islice(steps, num_warm_up))
+    list(islice(steps, NUM_WARM_UP))
     before = engines.totals()
     measured = list(islice(steps, num_steps))
     present, busy, running, num_tokens, mixed_tokens = (engines.totals() - before).tolist()
@@ -166,7 +151,7 @@ def simulate(
             ages += _ages(group, step.version)
     return StepMeasures(
         name=policy.name,
-        gpus="" if policy.split is None else policy.split.name,
+        gpus=policy.split.name,
         plan_s=policy.plan_s,
         step_s=float(np.mean(seconds)),
         step_error=standard_error(seconds),
@@ -185,30 +170,28 @@ def simulate(
 
 
 def steps_of(policy: Policy, engines: VirtualEngines, task: Task) -> Iterator[SimulatedStep]:
-    """Yield steps; if there is a trainer, it works on each batch for `train_s` of the split.
+    """Yield steps; the trainer works on each batch for `train_s` of the split.
 
     A mode that does not overlap uses the same GPUs for both, and loses SWITCH_S. With GPUs of their
     own, engines stop for PUBLISH_S to take weights.
     """
-    source = policy.start(policy.sampling, engines, task)
+    source = OurSampler(policy.sampling, engines, task)
     overlaps, split = policy.sampling.overlaps, policy.split
     while True:
         start = engines.now
         groups = source.next_batch()
         waited_s = engines.now - start
-        if split is not None and overlaps:
-            assert isinstance(source, OurSampler), "the baselines have no trainer"
+        if overlaps:
             trained = engines.now + split.train_s
             source.generate(until=trained)
             waited_s += engines.now - trained
             engines.pass_time(PUBLISH_S)
-        elif split is not None:
+        else:
             engines.pass_time(split.train_s + SWITCH_S, have_gpus=False)
         yield SimulatedStep(
             seconds=engines.now - start,
             waited_s=waited_s,
-            # without a trainer the step that would overlap is not simulated
-            version=engines.policy_version + (overlaps and split is None),
+            version=engines.policy_version,
             groups=groups,
             num_dropped=source.num_dropped,
         )
@@ -276,17 +259,17 @@ def pooled(results: Sequence[StepMeasures]) -> StepMeasures:
 
 
 def results_table(results: Sequence[StepMeasures], title: str) -> str:
-    """Return a table with one row per policy, without the columns that all leave empty."""
-    baseline = next(one for one in results if one.name in BASELINES)
+    """Return a table with one row per policy, of which the first is sync."""
+    sync_s = results[0].step_s
     rows = [
         [
             one.name,
             one.gpus,
             f"{one.step_s:,.1f}",
             "" if one.step_error is None else f"{one.step_error / one.step_s:.0%}",
-            f"{one.step_s / baseline.step_s:.2f}",
-            "" if one.plan_s is None else f"{one.plan_s:,.1f}",
-            f"{one.waited_s:,.1f}" if one.gpus else "",
+            f"{one.step_s / sync_s:.2f}",
+            f"{one.plan_s:,.1f}",
+            f"{one.waited_s:,.1f}",
             f"{one.engines_idle:.1%}",
             f"{one.slot_use:.0%}",
             f"{one.generated_per_trained:.2f}",
@@ -297,13 +280,7 @@ def results_table(results: Sequence[StepMeasures], title: str) -> str:
         ]
         for one in results
     ]
-    shown = [number for number in range(len(HEAD)) if any(row[number] for row in rows)]
-    return TextTable(
-        title=title,
-        note=CAPTION.format(baseline.name),
-        head=[HEAD[number] for number in shown],
-        rows=[[row[number] for number in shown] for row in rows],
-    ).text()
+    return TextTable(title=title, note=CAPTION, head=HEAD, rows=rows).text()
 
 
 def write_json(

@@ -381,30 +381,16 @@ FEW_RESPONSES = (
 )
 
 
-def test_simulate_compares_policies_without_processes(tmp_path, capsys):
-    json_file = tmp_path / "results.json"
-    sizes = ("--engines", "1", *FEW_RESPONSES, "--steps", "1", "--seeds", "2")
-    assert main(["simulate", LARGE, *sizes, "--json", str(json_file)]) == 0
-    document = json.loads(json_file.read_text())
-    entries = document["modes"]
-    assert document["machine"]["versions"]["numpy"]
-    assert all(entry["engines"]["num_engines"] == 1 for entry in entries)
-    names = [entry["name"] for entry in entries]
-    assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
-    assert all(entry["step_s"] > 0 for entry in entries)
-    assert all(len(entry["seconds"]) == 2 for entry in entries)
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in names)
-
-
 SMALL_CLUSTER = (*FEW_RESPONSES, "--gpus", "24", "--trainer-gpus", "8", "--steps", "2")
 
 
 def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
     json_file = tmp_path / "steps.json"
-    options = (*SMALL_CLUSTER, "--json", str(json_file))
+    options = (*SMALL_CLUSTER, "--seeds", "2", "--json", str(json_file))
     assert main(["simulate", LARGE, *options]) == 0
     document = json.loads(json_file.read_text())
+    assert document["machine"]["versions"]["numpy"]
+    assert all(entry["step_s"] > 0 and len(entry["seconds"]) == 4 for entry in document["modes"])
     names = [(entry["name"], entry["gpus"]) for entry in document["modes"]]
     assert names[0] == ("sync", "24 shared") and names[-1] == ("async, 2 behind", "16 + 8")
     assert "16 + 8" in capsys.readouterr().out
@@ -413,11 +399,7 @@ def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engines", "65"), "1 to 64"),
-        (("--trainer-gpus", "8"), "--trainer-gpus needs --gpus"),
-        (("--gpu", "H200"), "--gpu needs --gpus"),
         (("--gpus", "128", "--trainer-gpus", "12"), "--trainer-gpus 12"),
-        (("--gpus", "128", "--engines", "4"), "--engines has no effect"),
         (("--gpus", "128", "--staleness", "1"), "at least 2"),
         (("--gpus", "4"), "too few"),
         (("--keep-rate", "0.9", "--solved", "0.4"), "mixed"),

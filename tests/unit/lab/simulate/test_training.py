@@ -25,6 +25,7 @@ from megadapo.plan.split import PUBLISH_S, SWITCH_S, Split
 from megadapo.rollout.config import SamplingConfig
 from megadapo.trainer.config import TrainerConfig
 from tests.support import REPOSITORY
+from tests.unit.lab.simulate.test_virtual_engines import SPEED
 
 TASK = TaskSettings(num_responses=4, keep_rate=0.5)
 
@@ -33,7 +34,9 @@ def simulated(
     sampling: SamplingConfig, settings: EngineSettings, task: Task, train_s: float
 ) -> tuple[VirtualEngines, Iterator[SimulatedStep]]:
     split = Split(trainer=TrainerConfig(), num_engines=2, gpus_per_engine=1, train_s=train_s)
-    policy = Policy(name=sampling.mode, sampling=sampling, engines=settings, split=split)
+    policy = Policy(
+        name=sampling.mode, sampling=sampling, engines=settings, split=split, plan_s=0.0
+    )
     engines = VirtualEngines(settings, task)
     return engines, steps_of(policy, engines, task)
 
@@ -42,7 +45,7 @@ def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, li
     sampling = SamplingConfig(
         mode=mode, max_staleness=staleness, prompts_per_step=16, responses_per_prompt=4
     )
-    settings = EngineSettings(num_engines=2, num_slots=32)
+    settings = EngineSettings(num_engines=2, num_slots=32, speed=SPEED)
     engines, found = simulated(sampling, settings, Task(TASK), train_s)
     return engines, list(islice(found, 8))[2:]
 

@@ -3,12 +3,14 @@
 import pytest
 
 from megadapo.data.group import Response
-from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
+from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.engine import EngineSpeed
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
+SPEED = EngineSpeed(step_s=15e-3, response_s=40e-6, context_s=19e-9, prefill_s=30e-6)
+"""About the speed of a 32B model in bfloat16 on four H200."""
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)
 
 
@@ -24,9 +26,9 @@ def request(key: int, begun: tuple[Response, ...] = ()) -> OpenGroup:
     )
 
 
-def engines(num_engines: int = 2, dispatch: Dispatch = "least_loaded") -> VirtualEngines:
-    settings = EngineSettings(num_engines=num_engines, num_slots=8, speed=EngineSpeed())
-    return VirtualEngines(settings, TASK, dispatch=dispatch)
+def engines(num_engines: int = 2) -> VirtualEngines:
+    settings = EngineSettings(num_engines=num_engines, num_slots=8, speed=SPEED)
+    return VirtualEngines(settings, TASK)
 
 
 def test_every_group_returns_once_with_the_tasks_answers():
@@ -48,17 +50,11 @@ def test_every_group_returns_once_with_the_tasks_answers():
     assert some.totals()[3] == pytest.approx(sum(lengths))
 
 
-def test_groups_go_to_the_least_loaded_engine_or_in_turn():
-    some, others = engines(), engines(dispatch="in_turn")
+def test_groups_go_to_the_least_loaded_engine():
+    some = engines()
     for first in (0, 2):
         some.submit([request(first), request(first + 1)])
     assert [activity.max_waiting for activity in some.activity()] == [0, 0]
-    assert others.capacity > 10**6
-    others.submit([request(key) for key in range(10)])
-    groups = [group for _ in range(10) for group in others.finished()]
-    for index, activity in enumerate(others.activity()):
-        own = [group.num_tokens for group in groups if group.key % 2 == index]
-        assert len(own) == 5 and activity.num_tokens == sum(own)
 
 
 def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens():
