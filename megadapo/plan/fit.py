@@ -41,8 +41,6 @@ ON_ONE = (
 )
 """Overrides for the least memory on one GPU, which trainer and engine share: layers are recomputed,
 and the optimizer's state is in main memory."""
-ENGINE_SHARES = (0.3, 0.5, 0.7, 0.85)
-"""Values of rollout.gpu_memory_utilization to try."""
 CROWDED = 0.95
 """Share of a card above which a phase gets a warning, because the estimates are not exact."""
 
@@ -161,14 +159,12 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
 
 def longest_on_one(config: RunConfig, models: Models, card: Card) -> int:
     """Return the longest sequence with which a recipe `ON_ONE` GPU trains; 0 if none fits."""
-    found = [0]
-    for share in ENGINE_SHARES:
-        rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
-        own = config.model_copy(update={"rollout": rollout})
-        longest, _ = largest_sequence(own, models, card)
-        if not overflows(gpu_kinds(_with_length(own, longest), models, card), card):
-            found.append(longest)
-    return max(found)
+    share = max(0.0, largest_share(config, models, card))
+    rollout = config.rollout.model_copy(update={"gpu_memory_utilization": share})
+    own = config.model_copy(update={"rollout": rollout})
+    longest, _ = largest_sequence(own, models, card)
+    is_over = overflows(gpu_kinds(_with_length(own, longest), models, card), card)
+    return 0 if is_over else longest
 
 
 def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
