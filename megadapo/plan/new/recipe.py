@@ -100,10 +100,12 @@ def _read_rows(
     columns, reason = draft.config().data.columns, ""
     if held_out is None:
         rows, reason = read_rows(source, columns, further=(ALL_COLUMNS,)), f"rows of {source}"
-        source, held_out = hold_out(list(rows), output.with_suffix(""))
+        parts = hold_out(list(rows), output.with_suffix(""))
+    else:
+        parts = [(one, list(read_rows(one, columns))) for one in (source, held_out)]
+    (source, train), (held_out, others) = parts
     draft.set("data.train", source, reason)
     draft.set("data.held_out", held_out)
-    train, others = (list(read_rows(one, columns)) for one in (source, held_out))
     if {row.messages for row in train} & {row.messages for row in others}:
         draft.set("data.overlap", "drop", "some prompts are in both")
     return train, others

@@ -44,8 +44,8 @@ def likely_columns(rows: Iterator[Row], columns: DataColumns) -> dict[str, str]:
     return found
 
 
-def hold_out(rows: Sequence[Row], stem: Path) -> tuple[str, str]:
-    """Write the rows to STEM-train.jsonl and STEM-held-out.jsonl; return the names of both.
+def hold_out(rows: Sequence[Row], stem: Path) -> list[tuple[str, list[Row]]]:
+    """Write the rows to STEM-train.jsonl and STEM-held-out.jsonl; return the rows of both files.
 
     A tenth of the prompts are held out, at most NUM_HELD_OUT, with all rows of each.
     """
@@ -54,12 +54,15 @@ def hold_out(rows: Sequence[Row], stem: Path) -> tuple[str, str]:
     if number == 0:
         raise DataError(f"{len(prompts)} prompts are too few to hold some out: take 4 or more")
     chosen = set(random.Random(0).sample(prompts, number))
-    names = f"{stem}-train.jsonl", f"{stem}-held-out.jsonl"
-    for name, is_chosen in zip(names, (False, True), strict=True):
-        kept = (dict(row.columns) for row in rows if (row.messages in chosen) == is_chosen)
-        lines = [json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept]
+    parts = [
+        (f"{stem}-train.jsonl", [row for row in rows if row.messages not in chosen]),
+        (f"{stem}-held-out.jsonl", [row for row in rows if row.messages in chosen]),
+    ]
+    for name, kept in parts:
+        columns = (dict(row.columns) for row in kept)
+        lines = [json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in columns]
         path, text = Path(name), "".join(lines)
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{name} exists and has other rows: change --output")
         path.write_text(text, encoding="utf-8")
-    return names
+    return parts
