@@ -14,8 +14,8 @@ from rich.logging import RichHandler
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.files import make_folder
-from megadapo.observe.metrics.records import EvaluationRecord, mean_of
-from megadapo.observe.progress import Spinner
+from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.observe.progress import Spinner, evaluation_line
 from megadapo.observe.rollouts.files import HELD_OUT_FOLDER, step_file, write_rollouts
 from megadapo.observe.tables import new_console
 from megadapo.rollout.journal.journal import EVALUATION, journal_path
@@ -65,7 +65,7 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         write_rollouts(step_file(folder / HELD_OUT_FOLDER, step), groups)
         console.print(f"responses: megadapo show {folder} {step} --held-out", soft_wrap=True)
     journal_path(folder, EVALUATION, step).unlink(missing_ok=True)
-    _print_record(console, record)
+    console.print(evaluation_line(record), markup=False, soft_wrap=True)
     return record
 
 
@@ -77,7 +77,7 @@ def _scored(rollouts: LiveRollouts, step: int, console: Console) -> Scored:
     except KeyboardInterrupt:
         if (partial := rollouts.evaluations.so_far()) is not None:
             console.print("stopped; the same command continues. Until now:")
-            _print_record(console, partial)
+            console.print(evaluation_line(partial), markup=False, soft_wrap=True)
         raise
     [found] = rollouts.scored()
     return found
@@ -96,26 +96,3 @@ def _told(console: Console) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         package.removeHandler(handler)
-
-
-def _print_record(console: Console, record: EvaluationRecord) -> None:
-    what = "score, " if record.accuracy is None else ""
-    console.print(
-        f"{what}avg@{record.samples_per_problem} on {record.num_problems} problems: "
-        f"{record.mean:.4f} ± {record.standard_error:.4f}, "
-        f"mean length {record.response_length:.1f} tokens",
-        highlight=False,
-    )
-    parts = [f"pass@{k} {value:.4f}" for k, value in record.pass_at.items() if k != "1"]
-    if record.consensus is not None and record.samples_per_problem > 1:
-        parts.append(f"cons@{record.samples_per_problem} {record.consensus:.4f}")
-    if parts:
-        console.print(", ".join(parts), highlight=False)
-    for name, own in record.sets.items():
-        best = own["best_of_all"]
-        of_all = "" if best is None else f", pass@{record.samples_per_problem} {best:.4f}"
-        console.print(
-            f"{name}: {mean_of(own):.4f} ± {own['standard_error']:.4f} on "
-            f"{own['num_problems']:.0f} problems{of_all}",
-            highlight=False,
-        )

@@ -31,11 +31,11 @@ def test_stopped_evaluation_tells_its_result_so_far_and_continues(tmp_path, caps
         output, _ = process.communicate()
     assert process.returncode == 130
     assert "the same command continues" in output
-    told = re.search(r"avg@8 on (\d+) problems: 0\.\d{4}", output)
+    told = re.search(r"accuracy=0\.\d{4} .*problems=(\d+) samples=8", output)
     assert told is not None and 0 < int(told[1]) < PROBLEMS
     again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     known = re.search(r"step 0: (\d+) problems have results", " ".join(again.stdout.split()))
     assert known is not None and int(known[1]) >= int(told[1])
-    assert f"avg@8 on {PROBLEMS} problems" in again.stdout and not journal.exists()
+    assert f"problems={PROBLEMS} samples=8" in again.stdout and not journal.exists()
     assert main(["show", str(tmp_path / "run-eval"), "0", "--held-out"]) == 0
     assert "held_out" in capsys.readouterr().out
