@@ -10,13 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
-from shared import add_numbers, peak_extra_mib, script_parser, time_together, write_results
-from torch import Tensor
-
-from megadapo.cli import parse, report_errors
-from megadapo.kernels.policy_head.head import policy_head_loss_definition
-from megadapo.lab.profiling.head_inputs import (
+from baselines.head_inputs import (
     OURS,
     PRODUCTS,
     HeadInputs,
@@ -27,6 +21,12 @@ from megadapo.lab.profiling.head_inputs import (
     make_inputs,
     parse_shape,
 )
+from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
+from shared import add_numbers, peak_extra_mib, script_parser, time_together, write_results
+from torch import Tensor
+
+from megadapo.cli import parse, report_errors
+from megadapo.kernels.policy_head.head import policy_head_loss_definition
 from megadapo.lab.profiling.measure import Clock
 from megadapo.observe.tables import TextTable
 

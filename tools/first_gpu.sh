@@ -17,6 +17,6 @@ if [ "${1-}" = --piece ]; then
   PYTHONWARNINGS=ignore python3 -m compileall -q -j 0 "$site"
   shift 2
 fi
-export PYTHONPATH="$PWD${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/benchmarks${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 python3 tools/first_gpu/runner.py "$@"

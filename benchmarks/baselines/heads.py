@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baselines.head_inputs import NUM_SEQUENCES, OURS, HeadInputs, Loss, ours
 from megadapo.algorithm.reference import token_losses
-from megadapo.lab.profiling.head_inputs import NUM_SEQUENCES, OURS, HeadInputs, Loss, ours
 
 
 class AbsentError(Exception):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from baselines.head_inputs import PRODUCTS, HeadShape, loss_step, make_inputs, ours
 from head import bench_head
 from shared import peak_extra_mib
 
@@ -10,7 +11,6 @@ from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.policy_head.blocks import merge_stats, row_stats
 from megadapo.kernels.policy_head.products import mm_rows
 from megadapo.kernels.policy_head.tiles import Tile, VocabShards
-from megadapo.lab.profiling.head_inputs import PRODUCTS, HeadShape, loss_step, make_inputs, ours
 from tests.support.trainer.head_cases import check_head, make_case, relative_error
 
 pytestmark = [

@@ -9,10 +9,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from baselines.head_inputs import OURS, PRODUCTS
 from parts import Outcome, Part, Setting, config_of, phases_of
 
 from megadapo.errors import MegadapoError
-from megadapo.lab.profiling.head_inputs import OURS, PRODUCTS
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
 from megadapo.plan.phases import models_of

@@ -390,7 +390,7 @@ def _profile(setting: Setting) -> Part:
     if find_spec("vllm"):
         limit_s = 180
         words.append(f"--trace={setting.folder / 'trace.json.gz'}")
-    part = _command("profile", limit_s, "profile", "--step", RECIPE, *words)
+    part = _command("profile", limit_s, "profile", RECIPE, *words)
     return replace(part, needs=("ray", "megatron"))
 
 

@@ -13,6 +13,7 @@ from megadapo.errors import ConfigError
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 SCRIPTS = {
     "head": "time, memory and error of the policy head and its baselines",
+    "compiled_kernels": "registers and memory of the Triton kernels, compiled without a GPU",
     "weights": "time and memory of a weight update, shard to shard and by gathering full tensors",
     "rollout": "time to a full batch on real engines, in each sampling mode",
     "environments": "speed of an engine whose conversations wait for a slow environment",

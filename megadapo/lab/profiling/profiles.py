@@ -1,4 +1,4 @@
-"""Profiles of a recipe's training step on its real ranks, and of the policy head alone.
+"""Profiles of a recipe's training step on its real ranks.
 
 Time and bytes of a profiled call are listed by kernel, and compared with the machine's roofline.
 """
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -418,32 +417,3 @@ def memory_history(file: Path) -> Iterator[None]:
         torch.cuda.memory._dump_snapshot(str(file))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def profile_head(
-    shape_text: str, *, device_name: str | None, num_steps: int, trace: Path | None
-) -> None:
-    """Profile our head's forward and backward pass at one shape, and print the time of its kernels.
-
-    Args:
-        shape_text: T,H,V,DTYPE[,TP], see `parse_shape`.
-        device_name: "cpu" or "cuda"; None selects CUDA if available.
-        trace: Chrome trace to write.
-    """
-    from megadapo.lab.profiling.head_inputs import (
-        choose_device,
-        loss_step,
-        make_inputs,
-        ours,
-        parse_shape,
-    )
-
-    device = choose_device(device_name)
-    shape = parse_shape(shape_text, temperature=1.0)
-    step = partial(loss_step, ours, make_inputs(shape, device))
-    step()
-    profile, kernels = _profile_calls(step, num_steps, device=device, dtype=shape.dtype)
-    print(f"{num_steps} steps of {shape}\n{kernels}")
-    if trace:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(trace))

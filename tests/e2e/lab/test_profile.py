@@ -1,4 +1,4 @@
-"""`megadapo profile --step` on the real trainer ranks of a recipe."""
+"""`megadapo profile` on the real trainer ranks of a recipe."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.support.runs.whole_runs import megadapo
 def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
     trace = tmp_path / "trace.json"
     result = megadapo(
-        *("profile", "--step", "configs/quickstart.toml"),
+        *("profile", "configs/quickstart.toml"),
         *("--steps=1", "--sequences=8", f"--trace={trace}", "--trainer.tensor_parallel=2"),
         *("--rollout.num_engines=1", "--sampling.prompts_per_step=8"),
         "--algorithm.responses_per_mini_batch=32",

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import head
 import pytest
 import torch
+from baselines import head_inputs
+from baselines.head_inputs import OURS, PRODUCTS, HeadShape, make_inputs, parse_shape
 from baselines.heads import OTHER_LOSSES, AbsentError, eager_loss
 from head import bench_head, format_table
 from shared import peak_extra_mib, time_together
 
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
-from megadapo.lab.profiling import head_inputs
-from megadapo.lab.profiling.head_inputs import OURS, PRODUCTS, HeadShape, make_inputs, parse_shape
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)

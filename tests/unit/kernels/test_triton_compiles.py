@@ -8,20 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import compiled_kernels
 import pytest
-from triton.runtime.jit import JITFunction
-
-from megadapo.cli import run_command
-from megadapo.kernels import launch
-from megadapo.kernels.policy_head.terms import GATES
-from megadapo.lab.profiling import compile_report
-from megadapo.lab.profiling.compile_report import (
+from compiled_kernels import (
     ARCHITECTURES,
     COMPILE_CASES,
     KernelResources,
     compile_kernel,
     format_compile_report,
 )
+from triton.runtime.jit import JITFunction
+
+from megadapo.kernels import launch
+from megadapo.kernels.policy_head.terms import GATES
 
 
 def cases_to_compile() -> list[Any]:
@@ -72,8 +71,8 @@ def test_report_goes_on_after_a_kernel_that_fails(monkeypatch, capsys):
     """A traceback at the first failure hid how all others compile."""
     first, second, *_ = COMPILE_CASES
     broken = dataclasses.replace(first, values=first.values | {"LOGITS": "fp32"})
-    monkeypatch.setattr(compile_report, "COMPILE_CASES", (broken, second))
-    assert run_command(["profile", "--arch", "90"]) == 1
+    monkeypatch.setattr(compiled_kernels, "COMPILE_CASES", (broken, second))
+    assert compiled_kernels.main(["--arch", "90"]) == 1
     printed = capsys.readouterr()
     assert "policy_rows" in printed.out and "row_stats" not in printed.out
     assert f"{first.kernel.__name__}, {first.label}, sm_90 does not compile: Comp" in printed.err
@@ -89,7 +88,7 @@ def test_every_case_compiles_with_older_tritons(version, tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path]),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
-    command = [sys.executable, "-m", "megadapo.cli", "profile"]
+    command = [sys.executable, compiled_kernels.__file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sm_120") == len(COMPILE_CASES)

@@ -1,22 +1,26 @@
-"""Compile report of our Triton kernels at the shapes of Qwen2.5-32B, without a GPU.
+"""Registers, stack and shared memory of our Triton kernels, compiled without a GPU.
 
-Registers, stack and shared memory are read from the binaries.
+The shapes are those of Qwen2.5-32B, and the numbers are read from the binaries. The exit code is 1
+if a kernel does not compile.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import triton
+from shared import script_parser, write_results
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
+from megadapo.cli import parse, report_errors
 from megadapo.kernels.launch import warps_for
 from megadapo.kernels.policy_head.rows_triton import (
     logprob_rows_kernel,
@@ -24,7 +28,7 @@ from megadapo.kernels.policy_head.rows_triton import (
     row_stats_kernel,
 )
 from megadapo.kernels.policy_head.terms import GATES, TermNumbers, TermSwitches
-from megadapo.observe.tables import TextTable
+from megadapo.observe.tables import TextTable, print_error
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 """A100, RTX 30, RTX 40 and L40S, H100 and H200, B200, RTX 50."""
@@ -231,3 +235,22 @@ def format_compile_report(results: Sequence[KernelResources]) -> str:
     ]
     head = ["kernel", "shapes", "arch", "regs", "stack B", "shared B", "warps"]
     return TextTable(head=head, rows=rows).text()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script."""
+    parser = script_parser(__doc__)
+    parser.add_argument(
+        "--arch", type=int, action="append", help="architecture, such as 90 (default: all)"
+    )
+    arguments = parse(parser, argv)
+    results, failures = compile_all(arguments.arch or ARCHITECTURES)
+    print(format_compile_report(results))
+    write_results(arguments.json, {"kernels": [asdict(result) for result in results]})
+    for failure in failures:
+        print_error(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))
