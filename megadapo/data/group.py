@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import (
-    AliasChoices,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -86,8 +85,7 @@ class Turn:
     @model_validator(mode="before")
     @classmethod
     def _from_list(cls, values: Sequence[Any]) -> dict[str, Any]:
-        # turns of earlier versions have fewer values
-        return dict(zip(cls.__dataclass_fields__, values, strict=False))
+        return dict(zip(cls.__dataclass_fields__, values, strict=True))
 
 
 class Failure(NamedTuple):
@@ -243,7 +241,7 @@ class Response:
     ]
     """[n] int32 policy version that sampled each token, NO_VERSION on output of tools and
     environments."""
-    turns: Annotated[tuple[Turn, ...], Field(validation_alias=AliasChoices("turns", "calls"))] = ()
+    turns: tuple[Turn, ...] = ()
     """Turns that are followed by an output."""
     entropy: Measured = math.nan
     """Normalised entropy of its first tokens; NaN if it was not measured."""

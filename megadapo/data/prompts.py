@@ -236,11 +236,8 @@ class PromptStream:
             ("shares", "the checkpoint was saved with other sources or weights in data.train"),
         ):
             there, here = state.get(name), self._state.get(name)
-            if there == here or (
-                name == "fingerprint" and there == _fingerprint(map(_earlier_id, self._prompts))
-            ):
-                continue
-            return f"{problem} ({name} {there!r} there, {here!r} here)"
+            if there != here:
+                return f"{problem} ({name} {there!r} there, {here!r} here)"
         return None
 
 
@@ -324,14 +321,6 @@ def _prompt_id(prompt: Prompt, source: str, *, has_state: bool) -> str:
     parts = [source, prompt.messages, prompt.ground_truth]
     key = json.dumps([*parts, prompt.state] if has_state else parts)
     return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def _earlier_id(prompt: Prompt) -> str:
-    """Return the prompt's id in earlier versions, which always had the data_source in it."""
-    for has_state in (False, True):
-        if prompt.id == _prompt_id(prompt, "", has_state=has_state):
-            return _prompt_id(prompt, prompt.data_source, has_state=has_state)
-    return prompt.id
 
 
 def _fitting(

@@ -38,7 +38,6 @@ from megadapo.trainer.trained_model import RankModel, TrainedModel
 from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.trainer.update.step import compute_logprobs, without_experts
-from megadapo.weights.disk.headers import OLD_MANIFEST
 from megadapo.weights.disk.sources import TensorSource, open_weights
 
 
@@ -197,11 +196,6 @@ class ReferencePolicy:
             raise CheckpointError(
                 f"{folder} has no weights of a reference policy, because its run kept the first "
                 "ones: leave out algorithm.reference.refresh_every"
-            )
-        if (folder / REFERENCE_FOLDER / OLD_MANIFEST).is_file():
-            raise CheckpointError(
-                f"{folder / REFERENCE_FOLDER} was written by an earlier version of megadapo: "
-                "continue the run with that version, or start one from an export of the checkpoint"
             )
         read_state(self.runs, folder / REFERENCE_FOLDER)
 

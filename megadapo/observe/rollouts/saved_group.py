@@ -124,8 +124,7 @@ class SavedResponse:
     @classmethod
     def _from_flat(cls, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse values that its user may have changed, and that a default would replace."""
-        # turns of earlier versions are calls
-        if missing := sorted(_WRITTEN - {"turns" if name == "calls" else name for name in entry}):
+        if missing := sorted(_WRITTEN - entry.keys()):
             raise ValueError(f"without {', '.join(missing)}")
         for name, kind in _KINDS.items():
             if not isinstance(entry[name], kind):

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from pydantic import model_validator
-
 from megadapo.data.group import Group, Response
 from megadapo.rollout.sampling.statistics import GroupStats, Level, SampledBatch
 from megadapo.rollout.sampling.window import KeepRate
@@ -62,19 +60,6 @@ class Reserve:
     def copy(self) -> Reserve:
         return Reserve(dict(self.finished), dict(self.versions), dict(self.open))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_lists(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the lists of earlier versions."""
-        if isinstance(state["finished"], Mapping):
-            return state
-        finished = {entry["group"]["prompt_index"]: entry for entry in state["finished"]}
-        return {
-            "finished": {index: entry["group"] for index, entry in finished.items()},
-            "versions": {index: entry["version"] for index, entry in finished.items()},
-            "open": {entry["prompt_index"]: entry for entry in state["open"]},
-        }
-
 
 @dataclass
 class PromptHistory:
@@ -100,14 +85,6 @@ class PromptHistory:
             self.rates.setdefault(level, KeepRate()).end_step(len(flags), sum(flags))
         self.prompts |= {group.prompt_id: group.level for group in stats}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_lists(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the lists of earlier versions, whose first entry is the level."""
-        levels = state["prompts"].items()
-        named = {key: level if isinstance(level, str) else level[0] for key, level in levels}
-        return {**state, "prompts": named}
-
     def copy(self) -> PromptHistory:
         """Return a copy that later steps do not change."""
         rates = {level: replace(rate) for level, rate in self.rates.items()}
@@ -126,8 +103,8 @@ class SamplerState:
     difficulty: PromptHistory
     schedule: int | None
     """Number of records of the schedule that are done; None: they were made with other prompts."""
-    most_untrained: int | None = None
-    """See `Sampler`; checkpoints of earlier versions lack it."""
+    most_untrained: int
+    """Largest number of groups that are open or wait for a batch, in async mode."""
     reserve: Reserve
     counters: SampledBatch | None
     """The batch that is not taken; None: it begins again."""

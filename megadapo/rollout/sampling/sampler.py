@@ -343,8 +343,7 @@ class Sampler:
         if state.counters is not None:
             self._batch = replace(state.counters, saved_groups=self._saved_groups)
         self._schedule.resume_at(state.schedule)
-        if state.most_untrained is not None:
-            self._most_untrained = bounded_lead(self.config, state.most_untrained)
+        self._most_untrained = bounded_lead(self.config, state.most_untrained)
         self._unsent = sorted(self._reserve.open)
 
     def _begin(self) -> Window:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megadapo.algorithm.advantages import overlong_penalties
 from megadapo.algorithm.config import AlgorithmConfig
@@ -36,15 +36,6 @@ _TURNS: tuple[Disposition, ...] = (
 )
 """The order in which dispositions get a place among the saved groups."""
 _NOT_REPLAYED = ("tokens/stopped", "time/reward_s")
-_EARLIER_NAMES = {
-    "num_stopped": "groups/stopped",
-    "num_overdue": "groups/overdue",
-    "overdue_seconds": "time/overdue_s",
-    "num_recomputed": "tokens/recomputed",
-    "num_from_journal": "groups/from_journal",
-    "num_tokens_stopped": "tokens/stopped",
-}
-"""Counts in checkpoints of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +58,16 @@ class GroupStats:
     """Number of correct responses, if a reward function says what is correct."""
     num_responses: int
     reward_sum: float
-    reward_range: tuple[float, float] = (0.0, 0.0)
-    """Lowest and highest reward; zeros in states of earlier versions."""
+    reward_range: tuple[float, float]
+    """Lowest and highest reward."""
     lengths: tuple[int, ...]
-    mean_logprobs: tuple[Measured, ...] = ()
-    """Mean log-prob of each response; empty in states of earlier versions, as the next field."""
-    repetitions: tuple[float, ...] = ()
+    mean_logprobs: tuple[Measured, ...]
+    """Mean log-prob of each response."""
+    repetitions: tuple[float, ...]
     """Share of repeated n-grams in each response."""
     num_truncated: int
     is_mixed: bool
-    is_one_text: bool = False
+    is_one_text: bool
     """Whether several responses are all the same text."""
     seconds: float
     num_excluded: int = 0
@@ -306,14 +297,6 @@ class SampledBatch:
             if group.prompt_index in counted
         ]
         self.saved = choose_saved(sampled, self.saved_groups)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_all_counts(cls, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read states of earlier versions, which have fewer counts or names of their own."""
-        earlier = {name: entry[own] for own, name in _EARLIER_NAMES.items() if own in entry}
-        counts = entry.get("counts", earlier)
-        return {**entry, "counts": dict.fromkeys(COUNTED, 0) | counts}
 
     def copy(self) -> SampledBatch:
         """Return a copy that later groups do not change."""

@@ -126,7 +126,7 @@ class Checkpoint:
     samples: str | None = None
     """Digest of the rules by which its groups were sampled and scored."""
     models: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
-    """Digests of the models' files, by key and file; none in checkpoints of earlier versions."""
+    """Digests of the models' files, by key and file."""
     accepts_other_data: bool = False
     """Whether the resumed run may have other training data."""
 

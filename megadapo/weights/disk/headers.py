@@ -21,8 +21,6 @@ WHOLE_NAME = "model.safetensors"
 INDEX_NAME = f"{WHOLE_NAME}.index.json"
 METADATA_FILE = ".metadata"
 """File of megatron-core's checkpoints that says where each tensor is."""
-OLD_MANIFEST = "megatron.json"
-"""File of the folders that earlier versions of `megadapo convert hf-to-megatron` wrote."""
 TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be trained, as safetensors names them."""
 _WEIGHT_FILES = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "*.pth", "*.gguf")
@@ -97,11 +95,6 @@ def check_headers(headers: Headers, layout: ModelLayout) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / OLD_MANIFEST).is_file():
-        raise WeightError(
-            f"{folder} has megadapo's old Megatron format, which is not read any more: "
-            "use the Hugging Face folder that it was converted from"
-        )
     whole, index = folder / WHOLE_NAME, folder / INDEX_NAME
     if whole.exists() or whole.is_symlink():
         return [whole]

@@ -1,4 +1,4 @@
-"""The JSON form of groups: numbers that change on their way, and forms of earlier versions."""
+"""The JSON form of groups: numbers that change on their way."""
 
 import json
 import math
@@ -37,17 +37,6 @@ def test_group_survives_json_exactly(readable: bool) -> None:
             assert getattr(one, name) == getattr(two, name)
         assert [call.end for call in one.turns] == [call.end for call in two.turns]
         assert math.isnan(two.turns[0].entropy) and two.turns[1].entropy == 0.25
-
-
-def test_turns_of_older_files_are_read() -> None:
-    """Rollouts that were saved before turns had rewards, or metrics, could not be shown."""
-    entry = encode(make_group(2).responses[0])
-    expected = decode(Response, entry).turns
-    assert expected and all(turn.reward == 0.0 and not turn.metrics for turn in expected)
-    for num_values, name in ((2, "calls"), (5, "turns")):
-        turns = [values[:num_values] for values in entry["turns"]]
-        rest = {key: value for key, value in entry.items() if key != "turns"}
-        assert str(decode(Response, {**rest, name: turns}).turns) == str(expected)
 
 
 def test_problem_has_its_place_and_is_one_line() -> None:

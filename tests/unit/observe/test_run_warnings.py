@@ -55,7 +55,6 @@ def test_steps_cause_one_warning_of_their_kind(values, text):
     ],
 )
 def test_healthy_and_unmeasured_steps_cause_none(values):
-    """Runs of earlier versions have not counted such groups."""
     assert run_warnings(steps(**values), []) == []
     assert run_warnings([], []) == []
 

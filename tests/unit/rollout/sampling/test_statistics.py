@@ -89,30 +89,15 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
         num_correct=num_correct,
         num_responses=4,
         reward_sum=0.0,
+        reward_range=(0.0, 0.0),
         lengths=(10,) * 4,
+        mean_logprobs=(),
+        repetitions=(),
+        is_one_text=False,
         num_truncated=0,
         is_mixed=0 < num_correct < 4,
         seconds=1.0,
     )
-
-
-def test_states_of_earlier_versions_are_read():
-    """A resumed run would end, or know nothing of its prompts."""
-    entry = encode(stats("a", 2))
-    del entry["reward_range"], entry["is_one_text"]
-    assert decode(GroupStats, json.loads(json.dumps(entry))) == stats("a", 2)
-    state = encode(SampledBatch())
-    counts = dict.fromkeys(state.pop("counts"), 0) | {"groups/stopped": 3, "time/overdue_s": 0.5}
-    names = {"num_stopped": 3, "num_carried": 0, "overdue_seconds": 0.5, "num_from_journal": 0}
-    assert decode(SampledBatch, {**state, **names}).counts == counts
-    reserve = Reserve(open={index: OpenEntry(5, ()) for index in (1, 2)})
-    reserve.finish(make_group(1), is_mixed=True)
-    group = {"version": 5, "group": encode(make_group(1))}
-    open_group = {"prompt_index": 2, "version": 5, "responses": []}
-    earlier = decode(Reserve, {"finished": [group], "open": [open_group]})
-    assert encode(earlier) == encode(reserve)
-    history = {"prompts": {"a": ["mixed", 3], "b": "equal"}, "rates": {}}
-    assert decode(PromptHistory, history).prompts == {"a": "mixed", "b": "equal"}
 
 
 def test_group_of_one_text_has_several_responses():

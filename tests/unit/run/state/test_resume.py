@@ -94,7 +94,7 @@ def test_other_files_of_a_model_are_accepted_by_name(tmp_path, key):
 
 
 def test_folder_of_a_model_may_move(tmp_path):
-    """Without the files' digests, as in checkpoints of earlier versions, it needs the name."""
+    """Without the files' digests it needs the name."""
     moved, before = config_of(tmp_path, {"model.path": "moved"}), checkpoint_of(config_of(tmp_path))
     files = {"model.path": {"model.safetensors": "a"}}
     with pytest.raises(ConfigError, match=r'model\.path: "somewhere" -> "moved"'):

@@ -23,17 +23,23 @@ from tests.support.runs.step_results import UPDATE
 
 def group_stats(*lengths: int, num_correct: int, seconds: float = 1.0, **values) -> GroupStats:
     return GroupStats(
-        prompt_index=0,
-        prompt_id="",
-        num_correct=num_correct,
-        num_responses=len(lengths),
-        reward_sum=2.0 * num_correct - len(lengths),
-        lengths=lengths,
-        num_truncated=0,
-        is_mixed=0 < num_correct < len(lengths),
-        seconds=seconds,
-        num_generated=sum(lengths),
-        **values,
+        **{
+            "prompt_index": 0,
+            "prompt_id": "",
+            "num_correct": num_correct,
+            "num_responses": len(lengths),
+            "reward_sum": 2.0 * num_correct - len(lengths),
+            "reward_range": (0.0, 0.0),
+            "lengths": lengths,
+            "mean_logprobs": (),
+            "repetitions": (),
+            "num_truncated": 0,
+            "is_mixed": 0 < num_correct < len(lengths),
+            "is_one_text": False,
+            "seconds": seconds,
+            "num_generated": sum(lengths),
+        }
+        | values
     )
 
 
@@ -102,8 +108,6 @@ def test_reward_parts_have_metrics(tmp_path):
 
 
 def test_degenerate_responses_are_counted_over_all_sampled_ones():
-    """Groups in a state of an earlier version have neither number."""
-    earlier = group_stats(5, 60, num_correct=2)
     group = make_group(2)
     odd, *others = group.responses
     loop = replace(
@@ -116,11 +120,10 @@ def test_degenerate_responses_are_counted_over_all_sampled_ones():
         replace(one, logprobs=np.full(len(one.logprobs), -0.1, dtype=np.float32)) for one in others
     ]
     stats = GroupStats.from_group(replace(group, responses=(loop, *plain)), is_mixed=True)
-    found = metrics(stats=[earlier, stats])
+    found = metrics(stats=[stats])
     assert found["degenerate/gibberish"] == found["degenerate/repetitive"] == 1 / (1 + len(plain))
     known = metrics(stats=[replace(stats, mean_logprobs=(math.nan, *stats.mean_logprobs[1:]))])
     assert known["degenerate/gibberish"] == 0.0
-    assert metrics(stats=[earlier])["degenerate/repetitive"] is None
 
 
 def test_tool_metrics_need_a_tool():

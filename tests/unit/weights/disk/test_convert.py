@@ -134,14 +134,6 @@ def test_checkpoint_of_a_run_is_converted_with_its_model(model_folders, tmp_path
         convert("inspect", checkpoint, "--model", model_folders["Qwen3"])
 
 
-def test_folders_of_the_old_format_are_refused(model_folders, tmp_path):
-    """Their shard files look like those of a Hugging Face folder with unknown names."""
-    folder = copy_model(model_folders["Qwen2"], tmp_path)
-    (folder / "megatron.json").write_text("{}")
-    with pytest.raises(WeightError, match="old Megatron format.*Hugging Face folder that it was"):
-        convert("inspect", folder)
-
-
 @pytest.mark.parametrize("changes,message", [
     ({"num_key_value_heads": 4}, r"k_proj.weight of .* shape .*\(num_key_value_heads x head_dim"),
     ({"vocab_size": 304}, r"embed_tokens.weight of .* shape .*\(vocab_size, hidden_size\)"),
