@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from baselines.measure import reset_resident_peak, resident_peak
 from shared import add_numbers, script_parser, write_results
 
 from megadapo.algorithm.advantages import advantages, response_rewards
@@ -23,7 +24,6 @@ from megadapo.cluster.processes import return_freed_memory
 from megadapo.data.batch import pack
 from megadapo.data.group import Group, Response, Score
 from megadapo.data.prompts import Prompt
-from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.reflection import reflection_shares
 from megadapo.observe.tables import TextTable

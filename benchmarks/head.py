@@ -22,12 +22,12 @@ from baselines.head_inputs import (
     parse_shape,
 )
 from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
+from baselines.measure import Clock
 from shared import add_numbers, peak_extra_mib, script_parser, time_together, write_results
 from torch import Tensor
 
 from megadapo.cli import parse, report_errors
 from megadapo.kernels.policy_head.head import policy_head_loss_definition
-from megadapo.lab.profiling.measure import Clock
 from megadapo.observe.tables import TextTable
 
 EXACT_ROWS = 512

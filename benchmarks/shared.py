@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.measure import Clock, reset_resident_peak, resident_peak, time_once
 
 from megadapo.cluster.processes import MIB, return_freed_memory
 from megadapo.commands.common import OVERRIDES
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError
-from megadapo.lab.profiling.measure import Clock, reset_resident_peak, resident_peak, time_once
 from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baselines.measure import time_once
 from shared import (
     HEAD_DIM,
     add_numbers,
@@ -26,7 +27,6 @@ from shared import (
 
 from megadapo.cli import parse, report_errors
 from megadapo.cluster.processes import MIB
-from megadapo.lab.profiling.measure import time_once
 from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:

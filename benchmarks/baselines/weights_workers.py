@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from baselines.measure import reset_resident_peak, resident_peak
 from megadapo.cluster.this_node import node_address
-from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.weights.disk.sources import (
     collect_runs,
     fill_shard,

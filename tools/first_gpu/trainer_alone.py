@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from baselines.measure import reset_resident_peak, resident_peak
 
 from megadapo.config import load_config
 from megadapo.data.batch import PackedBatch
-from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.lab.profiling.profiles import random_batch
 from megadapo.observe.files import replace_text
 from megadapo.plan.cards import MIB, card_of

@@ -20,11 +20,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import emit_nvtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.benchmark import Timer
 
 from megadapo.data.batch import PackedBatch, pack_responses
 from megadapo.data.group import Response, expert_dtype
 from megadapo.kernels.launch import counting_bytes
-from megadapo.lab.profiling.measure import time_once
 from megadapo.observe.tables import TextTable, formatted
 from megadapo.plan.cards import card_of
 from megadapo.plan.step_time import update_flops
@@ -84,12 +84,16 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     b = torch.randn(size, size, device=device).to(dtype)
     source = torch.zeros(_LARGE_COPY[device.type] // 4, device=device)
     copy = torch.empty_like(source)
-    product_ms = min(time_once(lambda: torch.mm(a, b), device) for _ in range(6))
-    copy_ms = min(time_once(lambda: copy.copy_(source), device) for _ in range(6))
+    tensors = {"a": a, "b": b, "source": source, "copy": copy}
+    product_s, copy_s = (
+        min(timer.timeit(1).mean for _ in range(6))
+        for call in ("torch.mm(a, b)", "copy.copy_(source)")
+        for timer in [Timer(call, globals=tensors, num_threads=torch.get_num_threads())]
+    )
     card = card_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Roofline(
-        tflops=2e-9 * size**3 / product_ms,
-        gb_per_s=2e-6 * source.numel() * source.element_size() / copy_ms,
+        tflops=2e-12 * size**3 / product_s,
+        gb_per_s=2e-9 * source.numel() * source.element_size() / copy_s,
         sheet_tflops=card.flops * 1e-12 if card and dtype == torch.bfloat16 else None,
         sheet_gb_per_s=card.memory_bandwidth * 1e-9 if card else None,
     )

@@ -39,7 +39,9 @@ class OurSampler:
             PromptStream(task.prompts, task.settings.seed),
             TaskVerifier(),
             config,
-            settings=_sampling_settings(task),
+            settings=SamplingSettings(
+                temperature=1.0, top_p=1.0, max_tokens=task.settings.max_tokens
+            ),
             episodes=EpisodeRequests(
                 tokenizer=task_tokenizer(task.settings), seed=task.settings.seed
             ),
@@ -166,7 +168,3 @@ class ImmediateExecutor(Executor):
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
-
-
-def _sampling_settings(task: Task) -> SamplingSettings:
-    return SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=task.settings.max_tokens)

@@ -19,7 +19,7 @@ from megadapo.data.group import NO_VERSION
 from megadapo.lab.profiling.profiles import trainer_alone
 from megadapo.lab.whatif.alternatives import Alternative
 from megadapo.lab.whatif.sizes import GradientSizes, gradient_sizes, sizes_json, sizes_table
-from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant, merged
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from megadapo.observe.run_records import RunRecords
@@ -290,27 +290,16 @@ def _measure(
     answers = trainer.call_all("apply", _measure_on, variants, step - 1, old)
     parts = [part for _, part, _ in answers if part is not None]
     gradients = [part for _, _, part in answers if part is not None]
-    logprobs = _merged([part.logprobs for part in parts])
-    d_policy = _merged([part.d_policy for part in gradients])
-    distance = _merged([part.distance for part in gradients])
+    logprobs = merged([part.logprobs for part in parts])
+    d_policy = merged([part.d_policy for part in gradients])
+    distance = merged([part.distance for part in gradients])
     assert logprobs is not None and d_policy is not None and distance is not None, "of some rank"
     old_numbers = OldNumbers(
         logprobs=logprobs,
-        values=_merged([part.values for part in parts]),
-        logprobs_ref=_merged([part.logprobs_ref for part in parts]),
+        values=merged([part.values for part in parts]),
+        logprobs_ref=merged([part.logprobs_ref for part in parts]),
     )
     return answers[0][0], old_numbers, TokenGradients(d_policy=d_policy, distance=distance)
-
-
-def _merged(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return [..., T] with the numbers that any rank computed, else NaN; None without any."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    found = known[0].copy()
-    for part in known[1:]:
-        np.copyto(found, part, where=np.isfinite(part))
-    return found
 
 
 def _measure_on(

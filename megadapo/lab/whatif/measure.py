@@ -18,7 +18,7 @@ from torch import Tensor
 from megadapo.algorithm.objective import COVARIANCE_GATES, TOKEN_GATES, PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
-from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, TokenGradients, Variant, merged
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic import add_token_advantages, values_of_tokens
@@ -104,7 +104,9 @@ def measure(
         )
         for name in ("logprobs", "distance", "d_policy")
     }
-    logprobs, distance = (_first_known(computed[name]) for name in ("logprobs", "distance"))
+    # the run's own objective, which is the first, has the bits of its update
+    logprobs, distance = (merged([*computed[name][::-1]]) for name in ("logprobs", "distance"))
+    assert logprobs is not None and distance is not None, "of some objective"
     old_numbers = OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
     return found, old_numbers, TokenGradients(d_policy=computed["d_policy"], distance=distance)
 
@@ -267,12 +269,4 @@ def _of_tokens(
     for (micro_batch, _), output in zip(work, outputs, strict=True):
         values: Tensor = getattr(output, name)
         found[micro_batch.batch_index] = values[micro_batch.rows].cpu().numpy()
-    return found
-
-
-def _first_known(values: np.ndarray) -> np.ndarray:
-    """Return [T] of the first objective of [objectives, T] that has a token's."""
-    found: np.ndarray = values[0].copy()
-    for more in values[1:]:
-        np.copyto(found, more, where=np.isnan(found))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,3 +64,14 @@ class Measured:
     num_moved: int
     """Number of tokens whose policy term has a gradient."""
     entropy: float | None
+
+
+def merged(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return [..., T] with the numbers of the last part that has them; None without any part."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    found = known[0].copy()
+    for part in known[1:]:
+        np.copyto(found, part, where=np.isfinite(part))
+    return found
