@@ -46,7 +46,6 @@ def main() -> None:
 def row(first: int, last: int, number: int) -> dict[str, object]:
     """Return a prompt that hides a number of a range."""
     text = f"Find my number from {first} to {last}."
-    # prompts with one text need a different extra_info
     return {
         "prompt": text,
         "ground_truth": str(number),

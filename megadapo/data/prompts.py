@@ -76,6 +76,7 @@ def load_prompts(
     source: str,
     *,
     check_gold: Callable[[object, str], str],
+    hides_gold: Callable[[str], bool] = lambda _: False,
     columns: DataColumns | None = None,
     with_extra_info: bool = False,
     further: Collection[str] = (),
@@ -89,6 +90,8 @@ def load_prompts(
         source: as in `DataConfig.train`.
         check_gold: returns the gold answer for a data_source, or raises DataError if it cannot be
             scored; for example `rewards.config.RewardConfig.check_gold`.
+        hides_gold: whether prompts of a data_source that differ in the gold answer alone are
+            different prompts; if not, they are dropped.
         columns: names of the columns and texts around each prompt, as in `read_rows`.
         with_extra_info: read the extra_info column too, if there is one. Prompts with the same
             messages and another `Prompt.state` are then different prompts.
@@ -98,7 +101,7 @@ def load_prompts(
     Raises:
         DataError: a row cannot be read or scored, or is too long; the error names file and row.
     """
-    found = _Collection(source, check_gold, with_extra_info, further)
+    found = _Collection(source, check_gold, hides_gold, with_extra_info, further)
     for row in read_rows(source, columns, with_extra_info=with_extra_info, further=further):
         found.add(row)
     agreed = found.finish()
@@ -245,8 +248,8 @@ def _fingerprint(ids: Iterable[str]) -> str:
     return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
-_Key = tuple[Messages, str, str]
-"""Messages, state and data_source, by which a prompt is known."""
+_Key = tuple[Messages, str, str, str]
+"""Messages, state, data_source and hidden gold answer, by which a prompt is known."""
 
 
 class _Collection:
@@ -256,6 +259,7 @@ class _Collection:
         self,
         source: str,
         check_gold: Callable[[object, str], str],
+        hides_gold: Callable[[str], bool],
         with_extra_info: bool,
         further: Collection[str],
     ) -> None:
@@ -265,7 +269,7 @@ class _Collection:
         self.conflicts: dict[_Key, str] = {}
         """Contradictory golds of the prompts."""
         self._source = source
-        self._check_gold = check_gold
+        self._check_gold, self._hides_gold = check_gold, hides_gold
         self._with_extra_info, self._further = with_extra_info, further
         self._prompts: dict[_Key, Prompt] = {}
         self._bad_golds: list[str] = []
@@ -281,7 +285,8 @@ class _Collection:
             prompt = replace(
                 prompt, extra_info=row.extra_info, further=further, is_text=row.is_text
             )
-        key = (messages, prompt.state, prompt.data_source)
+        hidden = str(gold) if self._hides_gold(prompt.data_source) else ""
+        key = (messages, prompt.state, prompt.data_source, hidden)
         known = self._prompts.get(key)
         if known is None:
             self._prompts[key] = replace(prompt, ground_truth=self._checked(row, gold))

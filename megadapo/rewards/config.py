@@ -327,6 +327,14 @@ class RewardConfig(Section, title="reward"):
             for function in self.functions
         )
 
+    def hides_gold(self, data_source: str) -> bool:
+        """Whether only an environment reads the gold answers of a source, as a hidden state.
+
+        Prompts with the same text may then have several of them.
+        """
+        applying = [function for function in self.functions if function.applies_to(data_source)]
+        return bool(applying) and all(one.function == ENVIRONMENT for one in applying)
+
     def check_gold(self, gold: object, data_source: str) -> str:
         """Return the gold answer of a prompt from a source, if it can be scored.
 

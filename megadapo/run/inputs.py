@@ -76,7 +76,8 @@ class RunPrompts:
             return loaded if config.data.overlap == "warn" else _drop(all_held_out, loaded, source)
 
         prompts, shares = config.data.load_train(load_train)
-        warn_of_contradictions(prompts)
+        hides_gold = config.reward.hides_gold
+        warn_of_contradictions([one for one in prompts if not hides_gold(one.data_source)])
         for name, problems in held_out.items():
             warn_of_overlap(prompts, problems, name)
         return RunPrompts(tokenizer=tokenizer, prompts=prompts, shares=shares, held_out=held_out)
@@ -257,6 +258,7 @@ def _load_prompts(
         source,
         columns=config.data.columns,
         check_gold=config.reward.check_gold,
+        hides_gold=config.reward.hides_gold,
         with_extra_info=config.reads_extra_info,
         further=further,
         tokenizer=tokenizer,

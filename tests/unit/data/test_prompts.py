@@ -18,6 +18,7 @@ from megadapo.codec import decode, encode
 from megadapo.data.arithmetic import generate
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts, render
 from megadapo.errors import DataError
+from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.rules import validate_ground_truth
 from tests.support.rows import write_jsonl, write_parquet
 from tests.support.tokenizers.small import write_tokenizer as write_small_tokenizer
@@ -108,6 +109,18 @@ def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog, counts) -> N
         f"{source}: prompts with two gold answers dropped:\n"
         f"{source}, line 3: '2', and before '1'\n{source}, line 7: '2', and before '1'"
     )
+
+
+def test_gold_answers_that_an_environment_hides_make_other_prompts(tmp_path, counts) -> None:
+    """A game with one text and many hidden numbers had no usable prompt."""
+    rows = [row("Guess.", "1"), row("Guess.", "2"), row("Guess.", "1")]
+    reward = RewardConfig(functions=("environment",))
+    hides = {"check_gold": reward.check_gold, "hides_gold": reward.hides_gold}
+    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", *rows), **hides)
+    assert [prompt.ground_truth for prompt in found] == ["1", "2"]
+    assert len({prompt.id for prompt in found}) == 2 and counts() == [2, 3, 1, 0, 0]
+    # a rule compares with the gold answer, so one text has one
+    assert not RewardConfig(functions=("environment", "answer")).hides_gold("test")
 
 
 def test_limit_needs_tokenizer_and_length(tmp_path, tokenizer) -> None:
