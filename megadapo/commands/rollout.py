@@ -115,7 +115,7 @@ def _environment_lines(parts: Mapping[str, float]) -> Iterator[str]:
     found = defaultdict(list)
     for name, mean in parts.items():
         kind, _, rest = name.partition("/")
-        if kind == "environment":
+        if kind == "environment" and rest:
             label, _, counted = rest.partition("/")
             found[label].append(f"{counted}={mean:.4g}")
     for label, values in found.items():
