@@ -140,6 +140,7 @@ def _read_facts(
     return sizes.Facts(
         model=describe_model(find_hf_config(path)),
         prompt_tokens=prompt_tokens,
+        num_held_out=len(held_out),
         card=card,
         num_gpus=num_gpus,
         memory_gib=machine.memory_gib,

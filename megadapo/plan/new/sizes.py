@@ -36,6 +36,8 @@ CORE_PROMPTS, GPU_PROMPTS = (32, 16, 8), (512, 256, 128, 64, 32, 16)
 """Prompts of a step to try; the first on GPUs is the paper's."""
 MIN_STEPS, CORE_STEPS, GPU_STEPS = 12, 30, 200
 """Fewest and most steps of a run on cores, and those of a run on GPUs."""
+EVALUATION_STEPS = 2
+"""Responses of an evaluation on cores, in batches of a step; each problem has at least one."""
 SMALL = 20e6
 """Parameters below which a second engine on cores is worth more than a second thread."""
 LR, MIN_LR = 0.045, 1e-6
@@ -81,6 +83,8 @@ class Facts:
     model: ModelDescription
     prompt_tokens: int
     """Tokens of the longest prompt."""
+    num_held_out: int
+    """Number of held-out rows."""
     card: Card | None
     """Kind of the GPUs; None: this machine's cores."""
     num_gpus: int
@@ -263,7 +267,8 @@ def _set_schedule(draft: Draft, facts: Facts, core_steps: int) -> None:
     draft.set("trainer.optimizer.lr", float(f"{lr:.0e}"), reason)
     draft.set("trainer.optimizer.warmup_steps", min(20, steps // 10))
     draft.set("evaluation.every", max(1, steps // 3) if on_cores else 10)
-    draft.set("evaluation.samples_per_problem", 4 if on_cores else 16)
+    few = max(1, min(4, EVALUATION_STEPS * batch // max(1, facts.num_held_out)))
+    draft.set("evaluation.samples_per_problem", few if on_cores else 16)
     if facts.num_gpus > GPUS_PER_NODE:
         draft.set("cluster.address", "auto", "several nodes: ray start on each")
 

@@ -171,6 +171,14 @@ def test_keys_of_the_user_are_kept(new):
         new("sampling.prompts_per_step=0")
 
 
+def test_evaluation_has_at_most_the_responses_of_two_steps(new):
+    """With a model that is slow on cores, four answers a problem took longer than training."""
+    rows = [{"question": f"{n}?", "answer": n} for n in range(2000)]
+    batch = ("sampling.prompts_per_step=8", "sampling.responses_per_prompt=8")
+    assert new(*batch, rows=rows)[0].evaluation.samples_per_problem == 2
+    assert new(batch[1], rows=rows)[0].evaluation.samples_per_problem == 4
+
+
 def test_columns_are_found_by_words_in_their_names(new):
     rows = [{"id": n, "The_Question": f"{n}?", "final-answer": n} for n in range(20)]
     columns = new(rows=rows)[0].data.columns
@@ -233,7 +241,8 @@ def test_prompts_that_leave_no_room_are_refused(new):
 
 def test_model_that_does_not_fit_on_cores_is_refused():
     model = describe_model(find_hf_config("Qwen/Qwen2.5-7B"))
-    facts = Facts(model=model, prompt_tokens=9, card=None, num_gpus=1, memory_gib=64)
+    sizes = {"prompt_tokens": 9, "num_held_out": 64, "num_gpus": 1, "memory_gib": 64}
+    facts = Facts(model=model, card=None, **sizes)
     draft = Draft(["run.folder=run", "model.path=Qwen2.5-7B", "data.train=rows"])
     with pytest.raises(ConfigError, match=r"takes 142 GiB .* this machine has 64: .*--gpu"):
         choose_sizes(draft, facts)
