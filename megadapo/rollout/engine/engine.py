@@ -111,9 +111,9 @@ class RolloutEngine:
         # otherwise each of vLLM's process groups looks up the host's name and listens there
         use_interface_towards(node_address())
         # else vLLM's sockets stay in the node's temporary folder, where every user reaches them
-        sockets = str(private_folder())
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets
-        self._guard = mark_and_guard(self._mark, sockets)
+        self._sockets = str(private_folder())
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets
+        self._guard = mark_and_guard(self._mark, self._sockets)
 
     def location(self) -> ProcessLocation:
         """Return the node and number of this process."""
@@ -262,7 +262,7 @@ class RolloutEngine:
         spec = self._spec
         hide_rays_worker()
         if not spec.uses_cuda:
-            fork_what_vllm_spawns()
+            fork_what_vllm_spawns(self._sockets)
         from megadapo.rollout.engine.start_vllm import start_vllm
 
         self._llm = start_vllm(spec, self._counter)

@@ -5,7 +5,7 @@ One import after the other was more than half of the start of an engine with a s
 
 import sys
 from importlib.util import find_spec
-from multiprocessing import context, forkserver
+from multiprocessing import context, current_process, forkserver
 from typing import Any
 
 _IMPORTED = (
@@ -17,11 +17,16 @@ _IMPORTED = (
 )
 
 
-def fork_what_vllm_spawns() -> None:
+def fork_what_vllm_spawns(folder: str) -> None:
     """Start the server, and let this process spawn others from it; call before vLLM is imported.
 
     The server has this moment's environment, and so the guard's mark. It ends with this process.
+
+    Args:
+        folder: where its socket is, which the guard removes; Python's own would survive a kill.
     """
+    this: Any = current_process()
+    this._config["tempdir"] = folder
     forkserver.set_forkserver_preload(list(_IMPORTED))
     forkserver.ensure_running()
     # vLLM knows no fork server, and insists on "spawn" in an actor of Ray
