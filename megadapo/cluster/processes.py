@@ -69,6 +69,8 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
     return variables | {
         "LD_PRELOAD": ":".join(preloaded),
         "KMP_BLOCKTIME": str(SPIN_MILLISECONDS),
+        # otherwise a forked process may use one core only, the first
+        "KMP_AFFINITY": "none",
     }
 
 

@@ -126,6 +126,20 @@ assert gc.get_threshold() == before and gc.callbacks == []
     run_python(program)
 
 
+def test_forked_process_uses_all_cores() -> None:
+    """With Intel's OpenMP two engines' forked cores shared the first core of the machine."""
+    program = """
+import os, torch
+torch.ones(9, 9) @ torch.ones(9, 9)
+before = os.sched_getaffinity(0)
+child = os.fork()
+if not child:
+    os._exit(os.sched_getaffinity(0) != before)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run_python(program, **cpu_environment(2))
+
+
 @INTEL
 @pytest.mark.slow
 def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
