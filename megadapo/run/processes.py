@@ -93,7 +93,7 @@ def start_processes(
             config,
             cluster,
             stack,
-            numbers=range(first),
+            numbers=range(_num_at_once(config)),
             returns_experts=config.trainer.router_replay,
             watch=watch,
             **options,
@@ -111,7 +111,24 @@ def start_processes(
             engines.wait_until_ready()
         if reserved is not None:
             reserved.wait_until_ready()
+    _start_others(config, cluster, engines)
     return trainer, engines, reserved
+
+
+def _num_at_once(config: RunConfig) -> int:
+    """Return the number of engines that a run waits for.
+
+    It is one where all share the cores of this machine: the imports of several would end later.
+    """
+    cluster = config.cluster
+    own = cluster.uses_cuda or cluster.placement == "separate" or cluster.address is not None
+    return config.rollout.num_engines if own else 1
+
+
+def _start_others(config: RunConfig, cluster: Cluster, engines: Engines) -> None:
+    """Start the engines that the run does not wait for; they join its first rollouts."""
+    for number in range(_num_at_once(config), config.rollout.num_engines):
+        engines.join(number, cluster.engine_gpus(number), cluster.engine_options(number))
 
 
 def elastic_engines(
@@ -210,13 +227,14 @@ def start_engines_alone(
             config,
             cluster,
             stack,
-            numbers=range(num_engines),
+            numbers=range(_num_at_once(config)),
             log_folder=log_folder,
             weights_from="folder",
             shares_gpus=False,
             returns_experts=config.trainer.router_replay,
         )
         engines.wait_until_ready()
+    _start_others(config, cluster, engines)
     return engines, host
 
 

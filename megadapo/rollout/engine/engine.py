@@ -21,6 +21,7 @@ from megadapo.cluster.this_node import ClockReading, node_address, read_clock, u
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.guard import kill_marked, mark_and_guard
 from megadapo.errors import InfraError, ProcessDiedError
+from megadapo.rollout.engine.fork_server import fork_what_vllm_spawns, hide_rays_worker
 from megadapo.rollout.engine.spec import EngineSpec
 from megadapo.rollout.types import (
     ActivityCounter,
@@ -110,9 +111,9 @@ class RolloutEngine:
         # otherwise each of vLLM's process groups looks up the host's name and listens there
         use_interface_towards(node_address())
         # else vLLM's sockets stay in the node's temporary folder, where every user reaches them
-        sockets = str(private_folder())
-        os.environ["VLLM_RPC_BASE_PATH"] = sockets
-        self._guard = mark_and_guard(self._mark, sockets)
+        self._sockets = str(private_folder())
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets
+        self._guard = mark_and_guard(self._mark, self._sockets)
 
     def location(self) -> ProcessLocation:
         """Return the node and number of this process."""
@@ -258,9 +259,12 @@ class RolloutEngine:
             self._llm = self._generation = None
 
     async def _start_vllm(self) -> None:
+        spec = self._spec
+        hide_rays_worker()
+        if not spec.uses_cuda:
+            fork_what_vllm_spawns(self._sockets)
         from megadapo.rollout.engine.start_vllm import start_vllm
 
-        spec = self._spec
         self._llm = start_vllm(spec, self._counter)
         self._pids = (os.getpid(), *descendants(os.getpid()))
         if not spec.uses_cuda and spec.config.pipeline_parallel > 1:

@@ -16,10 +16,8 @@ Imports vLLM: only engine.py does so, inside the actor.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,9 +107,6 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         **spec.engine_arguments(),
     )
     usage = UsageContext.ENGINE_CONTEXT
-    # without this, Python gives a spawned process Ray's worker as its program, and collects garbage
-    # for a third of its start
-    sys.modules["__main__"].__spec__ = find_spec("megadapo.rollout.engine.spawned")
     cpu_experts = spec.returns_experts and not spec.uses_cuda
     config = expert_config(arguments) if cpu_experts else arguments.create_engine_config(usage)
     # vLLM decides only here whether scheduling is asynchronous

@@ -191,7 +191,7 @@ class ElasticEngines:
                 continue
             number, self._next_number = self._next_number, self._next_number + 1
             self._places.add_engine(number, place)
-            self._engines.join(number, place)
+            self._engines.join(number, place.gpus, place.options())
             self._engines.warn(f"rollout engine {number} joins on {place.node}")
         self._waiting = still_waiting
 

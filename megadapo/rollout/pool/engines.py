@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import Watch, gather, timeout_error
-from megadapo.cluster.places import Place
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.pool.handle import (
     ANSWERING,
@@ -107,8 +106,10 @@ class Engines:
         import ray
         from ray.exceptions import RayError
 
+        for engine in self._in([State.STARTING]):
+            engine.end()  # it would answer only after its start
         calls: dict[ObjectRef[Any], EngineHandle] = {
-            engine.actor.shutdown.remote(): engine for engine in self._in(RUNNING)
+            engine.actor.shutdown.remote(): engine for engine in self._in(ANSWERING)
         }
         if calls:
             ray.wait(list(calls), num_returns=len(calls), timeout=LEAVE_TIMEOUT_S)
@@ -437,9 +438,12 @@ class Engines:
         """Add lines for the log, which `drain_warnings` returns."""
         self._warnings += warnings
 
-    def join(self, number: int, place: Place) -> None:
-        """Start an engine; it serves once it has the weights that were published last."""
-        engine = self._model_handle.start_another(number, place.gpus, place.options())
+    def join(self, number: int, gpus: tuple[str, ...], options: dict[str, Any]) -> None:
+        """Start an engine; it serves once it has the weights that were published last.
+
+        `gpus`, `options`: as in `EngineHandle.start_another`.
+        """
+        engine = self._model_handle.start_another(number, gpus, options)
         self.handles = {**self.handles, number: engine}
 
     def forget(self, number: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool import handle as handles
-from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.engines import LEAVE_TIMEOUT_S, Engines
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.types import OpenGroup, ScoreRequest
 from megadapo.weights.config import WeightsConfig
@@ -28,6 +28,7 @@ from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
     EndlessEngine,
+    LateEngine,
     give_version,
     start_scripted_engines,
 )
@@ -236,6 +237,19 @@ def test_less_than_half_of_the_engines_ends_the_run(tmp_path):
     with pytest.raises(InfraError, match="only 1 of 3 engines are left, and a restart of the run"):
         check_until(lambda: 0 not in engines.updatable(), engines)
     engines.shutdown()
+
+
+def test_run_neither_waits_nor_ends_late_for_an_engine_that_starts(tmp_path):
+    """The imports of two engines kept a run on two cores from its first rollout."""
+    engines = start_scripted_engines(1, tmp_path, actor_class=LateEngine)
+    engines.join(1, (), {"num_cpus": 0})
+    process = psutil.Process(actor_pid(engines, 1))
+    engines.submit(requests(20))
+    assert len(answers(engines)) == 20
+    begun = time.monotonic()
+    engines.shutdown()
+    assert time.monotonic() - begun < LEAVE_TIMEOUT_S
+    assert psutil.wait_procs([process], timeout=20)[1] == []
 
 
 def test_driver_watches_the_trainer_while_waiting(tmp_path):

@@ -57,6 +57,8 @@ def wait_for_the_middle_of_an_update(process: subprocess.Popen, sender: int) -> 
 
 
 FEW_AT_ONCE = (
+    # so the run waits for all engines
+    "--cluster.placement=separate",
     "--rollout.num_engines=3",
     "--rollout.max_num_seqs=2",
     "--rollout.engine_progress_timeout_s=20",

@@ -128,6 +128,14 @@ class EndlessEngine(ScriptedEngine):
         await asyncio.sleep(seconds)
 
 
+class LateEngine(ScriptedEngine):
+    """An engine whose start takes a minute if it is not the first one."""
+
+    async def _start_vllm(self) -> None:
+        time.sleep(60 * min(1, self._spec.index))
+        await super()._start_vllm()
+
+
 def note(ledger: Path, who: str, *held: str) -> None:
     """Append what a process holds on the GPU from now on."""
     with ledger.open("a") as file:

@@ -96,8 +96,8 @@ def test_ranks_know_whether_engines_use_their_gpu(monkeypatch, device, placement
             started.append(settings.shares_gpu) or SimpleNamespace(shutdown=None)
         ),
     )
-    changes = [f"cluster.device={device}", f"cluster.placement={placement}"]
-    config = load_config(REPOSITORY / "configs" / "quickstart.toml", changes)
+    keys = f"cluster.device={device} cluster.placement={placement} rollout.num_engines=1"
+    config = load_config(REPOSITORY / "configs" / "quickstart.toml", keys.split())
     phases: Any = SimpleNamespace(phase=lambda name: nullcontext())
     cluster: Any = None
     settings = processes.trainer_settings(config)
