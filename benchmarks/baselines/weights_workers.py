@@ -15,7 +15,7 @@ import torch.distributed as dist
 from baselines.measure import reset_resident_peak, resident_peak
 from megadapo.cluster.this_node import node_address
 from megadapo.weights.disk.sources import (
-    collect_runs,
+    collect_spans,
     fill_shard,
     match_params,
     open_layout,
@@ -117,7 +117,7 @@ class WeightsRank:
                     parts = [torch.empty_like(local) for _ in shards]
                     dist.all_gather(parts, local, group=self._tp_group)
                     for shard, part in zip(shards, parts, strict=True):
-                        collect_runs(full, shard, part)
+                        collect_spans(full, shard, part)
                 for name, tensor in full.items():
                     sender = stage * own.tp_size + own.tp_rank
                     dist.broadcast(tensor, src=sender, group=self._pp_group)

@@ -20,7 +20,7 @@ from megadapo.models.families import FAMILIES
 from megadapo.run.state.checkpoint import Checkpoint, load
 from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.headers import METADATA_FILE
-from megadapo.weights.disk.torch_checkpoint import StoredTensors, Window
+from megadapo.weights.disk.torch_checkpoint import Box, StoredTensors
 
 _OPTIMIZER = ("optimizer.", "chained_")
 """Prefixes of masters and moments."""
@@ -58,7 +58,7 @@ class _CheckpointTensor:
         if self.layer is not None:
             start[0], sizes[0] = self.layer, 1
         target = torch.empty(sizes, dtype=self.metadata.properties.dtype)
-        self.checkpoint.read([Window(self.stored, tuple(start), target)])
+        self.checkpoint.read([Box(self.stored, tuple(start), target)])
         return target if self.layer is None else target[0]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
+from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, ToyTask
 from megadapo.plan.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
 from megadapo.rollout.pool.engines import WAITING_SHARE
 from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
@@ -40,7 +40,7 @@ class _Group:
 class VirtualEngines:
     """Engines that return the task's answers after the time their speed gives."""
 
-    def __init__(self, settings: EngineSettings, task: Task) -> None:
+    def __init__(self, settings: EngineSettings, task: ToyTask) -> None:
         self.now = 0.0
         """Seconds on the virtual clock."""
         self.policy_version = 0

@@ -13,7 +13,7 @@ from megadapo.data.group import Group
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import ConfigError
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.task import Task, TaskSettings, TaskVerifier, task_tokenizer
+from megadapo.lab.simulate.task import TaskSettings, TaskVerifier, ToyTask, task_tokenizer
 from megadapo.plan.cards import Card
 from megadapo.plan.phases import models_of
 from megadapo.plan.responses import Responses
@@ -30,7 +30,7 @@ STALENESS = 2
 class OurSampler:
     """The product's own sampler."""
 
-    def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
+    def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: ToyTask) -> None:
         self._engines = engines
         self.num_dropped = 0
         """Mixed groups that were too old for the last batch."""

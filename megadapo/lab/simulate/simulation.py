@@ -21,7 +21,7 @@ from megadapo.errors import ConfigError
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler, Policy
-from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
+from megadapo.lab.simulate.task import TaskSettings, ToyTask, read_lengths
 from megadapo.observe.tables import TextTable
 from megadapo.plan.responses import mean_response, usual_lengths
 from megadapo.plan.split import PUBLISH_S, SWITCH_S
@@ -130,13 +130,13 @@ def compare(
     """
     if num_steps < 1 or num_seeds < 1:
         raise ConfigError(f"--steps {num_steps} --seeds {num_seeds}: both must be at least 1")
-    tasks = [Task(replace(task, seed=task.seed + i)) for i in range(num_seeds)]
+    tasks = [ToyTask(replace(task, seed=task.seed + i)) for i in range(num_seeds)]
     return [
         pooled([simulate(policy, one, num_steps=num_steps) for one in tasks]) for policy in policies
     ]
 
 
-def simulate(policy: Policy, task: Task, *, num_steps: int) -> StepMeasures:
+def simulate(policy: Policy, task: ToyTask, *, num_steps: int) -> StepMeasures:
     """Run a policy from a cold start, and measure all but the first steps."""
     engines = VirtualEngines(policy.engines, task)
     steps = steps_of(policy, engines, task)
@@ -169,7 +169,7 @@ def simulate(policy: Policy, task: Task, *, num_steps: int) -> StepMeasures:
     )
 
 
-def steps_of(policy: Policy, engines: VirtualEngines, task: Task) -> Iterator[SimulatedStep]:
+def steps_of(policy: Policy, engines: VirtualEngines, task: ToyTask) -> Iterator[SimulatedStep]:
     """Yield steps; the trainer works on each batch for `train_s` of the split.
 
     A mode that does not overlap uses the same GPUs for both, and loses SWITCH_S. With GPUs of their

@@ -153,7 +153,7 @@ class Draw:
     is_mixed: bool
 
 
-class Task:
+class ToyTask:
     """Prompts and answers; the same seeds and number of draws give the same answers everywhere."""
 
     def __init__(self, settings: TaskSettings) -> None:

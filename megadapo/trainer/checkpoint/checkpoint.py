@@ -32,9 +32,9 @@ from megadapo.trainer.model.megatron_internals import num_updates, set_num_updat
 from megadapo.trainer.types import RankReport
 from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable
 from megadapo.weights.disk.torch_checkpoint import (
+    Box,
     StoredPiece,
     StoredTensors,
-    Window,
     shard_name,
     store_piece,
 )
@@ -154,7 +154,7 @@ def read_state(runs: Sequence[OwnedRun], folder: Path) -> None:
     for piece in state:
         if piece.is_flexible:
             piece.data.zero_()
-    stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
+    stored.read(Box(piece.key, piece.offset, piece.data) for piece in state)
 
 
 def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:

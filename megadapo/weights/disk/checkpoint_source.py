@@ -19,10 +19,10 @@ from torch import Tensor
 from megadapo.errors import WeightError
 from megadapo.weights.disk.export import progress_bar
 from megadapo.weights.disk.files import hashed_file
-from megadapo.weights.disk.sources import TensorSource, collect_runs, fill_shard
+from megadapo.weights.disk.sources import TensorSource, collect_spans, fill_shard
 from megadapo.weights.disk.torch_checkpoint import (
+    Box,
     StoredTensors,
-    Window,
     shard_name,
     store_piece,
     write_metadata,
@@ -116,10 +116,10 @@ class TrainerCheckpoint:
         for shard, place in self._places:
             local = self._read(place)
             full = {
-                run.tensor: torch.empty(self.layout.hf_shapes[run.tensor], dtype=self.dtype)
-                for run in shard.runs
+                span.tensor: torch.empty(self.layout.hf_shapes[span.tensor], dtype=self.dtype)
+                for span in shard.spans
             }
-            collect_runs(full, shard, local)
+            collect_spans(full, shard, local)
             yield from full.items()
 
     def _match(self) -> list[tuple[Shard, _Place]]:
@@ -167,7 +167,7 @@ class TrainerCheckpoint:
         sizes = tuple(stored.size)[len(place.numbers) :]
         start = (*place.numbers, *[0] * len(sizes))
         target = torch.empty((*[1] * len(place.numbers), *sizes), dtype=stored.properties.dtype)
-        self._all.read([Window(place.stored, start, target)])
+        self._all.read([Box(place.stored, start, target)])
         return target.reshape(sizes)
 
 

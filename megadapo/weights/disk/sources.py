@@ -96,19 +96,19 @@ def match_params(
 
 @torch.no_grad()
 def fill_shard(param: torch.Tensor, shard: Shard, source: TensorSource) -> None:
-    """Copy a shard's runs out of `source` into `param` and zero the padding."""
+    """Copy a shard's spans out of `source` into `param` and zero the padding."""
     filled = 0
-    for offset, run in shard.placed_runs():
-        piece = source.read(run.tensor, shard.axis, run.start, run.stop)
-        param.narrow(shard.axis, offset, run.size).copy_(piece)
-        filled = offset + run.size
+    for offset, span in shard.placed_spans():
+        piece = source.read(span.tensor, shard.axis, span.start, span.stop)
+        param.narrow(shard.axis, offset, span.size).copy_(piece)
+        filled = offset + span.size
     if filled < shard.length:
         param.narrow(shard.axis, filled, shard.length - filled).zero_()
 
 
 @torch.no_grad()
-def collect_runs(full: Mapping[str, torch.Tensor], shard: Shard, local: torch.Tensor) -> None:
-    """Copy a shard's runs out of `local` into their full tensors."""
-    for offset, run in shard.placed_runs():
-        target = full[run.tensor].narrow(shard.axis, run.start, run.size)
-        target.copy_(local.narrow(shard.axis, offset, run.size))
+def collect_spans(full: Mapping[str, torch.Tensor], shard: Shard, local: torch.Tensor) -> None:
+    """Copy a shard's spans out of `local` into their full tensors."""
+    for offset, span in shard.placed_spans():
+        target = full[span.tensor].narrow(shard.axis, span.start, span.size)
+        target.copy_(local.narrow(shard.axis, offset, span.size))

@@ -111,7 +111,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Window:
+class Box:
     """A box of a stored tensor to read into memory."""
 
     key: str
@@ -134,14 +134,14 @@ class StoredTensors:
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
 
-    def read(self, windows: Iterable[Window]) -> None:
+    def read(self, boxes: Iterable[Box]) -> None:
         """Fill all targets; opens every file once.
 
         Raise CheckpointError if a file differs from the metadata, InfraError if it cannot be read.
         """
-        wanted: dict[str, list[Window]] = defaultdict(list)
-        for window in windows:
-            wanted[window.key].append(window)
+        wanted: dict[str, list[Box]] = defaultdict(list)
+        for box in boxes:
+            wanted[box.key].append(box)
         items = [item for key, of_key in wanted.items() for item in self._items(key, of_key)]
         targets: _Targets = {
             (w.key, torch.Size(w.offset)): w.target for of in wanted.values() for w in of
@@ -153,12 +153,9 @@ class StoredTensors:
         except OSError as error:
             raise unreadable(self.folder, error) from error
 
-    def _items(self, key: str, windows: list[Window]) -> list[ReadItem]:
+    def _items(self, key: str, boxes: list[Box]) -> list[ReadItem]:
         stored = self.tensors[key]
-        boxes = [
-            ChunkStorageMetadata(torch.Size(window.offset), window.target.size())
-            for window in windows
-        ]
+        boxes = [ChunkStorageMetadata(torch.Size(box.offset), box.target.size()) for box in boxes]
         items = create_read_items_for_chunk_list(key, stored, boxes)
         within = sum(_num_within(box, stored.size) for box in boxes)
         if sum(prod(item.lengths) for item in items) != within:

@@ -1,7 +1,7 @@
 """Layout of one model: every weight as shards in Megatron, in vLLM and in Hugging Face files.
 
-A `Shard` is one local parameter as runs of full Hugging Face tensors. Import copies runs in, export
-copies runs out, and the plan of a weight update intersects the runs of trainer and engine.
+A `Shard` is one local parameter as spans of full Hugging Face tensors. Import copies spans in,
+export copies spans out, and the plan of a weight update intersects those of trainer and engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megadapo.models.families import Family, family_of
 from megadapo.models.rows import TensorSplit, Weight
 from megadapo.models.shape import ModelShape, model_shape
 from megadapo.weights.layout import cuts
-from megadapo.weights.layout.cuts import Run
+from megadapo.weights.layout.cuts import Span
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 
 VOCAB_MULTIPLE = 64
@@ -81,7 +81,7 @@ class ModelLayout:
         if not self.shape.tied:
             return head
         embedding = self.megatron_shard(self.family.embedding, position)
-        return Shard(head.name, embedding.runs, head.axis, head.length, head.width)
+        return Shard(head.name, embedding.spans, head.axis, head.length, head.width)
 
     def megatron_shard(
         self,
@@ -176,7 +176,7 @@ class ModelLayout:
         rank: int,
         size: int,
         padded: int,
-        cut_qkv: Callable[[list[str], list[int], int, int, int], list[Run]],
+        cut_qkv: Callable[[list[str], list[int], int, int, int], list[Span]],
         **names: Any,
     ) -> Shard:
         """Return part `rank` of `size` of a row; Megatron and vLLM cut all but QKV equally."""
@@ -187,19 +187,19 @@ class ModelLayout:
             symbols, across = (row.column_size,), row.row_sizes[0]
         sizes = [self.shape.size(symbol) for symbol in symbols]
         if row.split is TensorSplit.REPLICATED:
-            runs = cuts.whole(tensors, sizes)
+            spans = cuts.whole(tensors, sizes)
         elif row.split is TensorSplit.QKV:
-            runs = cut_qkv(tensors, sizes, self.shape.num_kv_heads, rank, size)
+            spans = cut_qkv(tensors, sizes, self.shape.num_kv_heads, rank, size)
         elif row.split is TensorSplit.VOCAB:
-            runs = cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
+            spans = cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
         else:
-            runs = cuts.cut_each(tensors, sizes, rank, size)
+            spans = cuts.cut_each(tensors, sizes, rank, size)
         return Shard(
-            runs=tuple(runs),
+            spans=tuple(spans),
             axis=1 if is_column_cut else 0,
             length=padded // size
             if row.split is TensorSplit.VOCAB
-            else sum(run.size for run in runs),
+            else sum(span.size for span in spans),
             width=None if across is None else self.shape.size(across),
             **names,
         )

@@ -1,11 +1,11 @@
-"""Positions of trainer and engine ranks, and their parameters as runs of full tensors."""
+"""Positions of trainer and engine ranks, and their parameters as spans of full tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megadapo.weights.layout.cuts import Run
+from megadapo.weights.layout.cuts import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class EnginePosition:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One local parameter: runs of full tensors end to end along `axis`, zeros after them."""
+    """One local parameter: spans of full tensors end to end along `axis`, zeros after them."""
 
     name: str
-    runs: tuple[Run, ...]
+    spans: tuple[Span, ...]
     axis: int
     length: int
     """Extent along `axis`, padding included."""
@@ -79,9 +79,9 @@ class Shard:
         """Elements per position along `axis`."""
         return 1 if self.width is None else self.width
 
-    def placed_runs(self) -> Iterator[tuple[int, Run]]:
-        """Yield each run with its offset along `axis` in the local parameter."""
+    def placed_spans(self) -> Iterator[tuple[int, Span]]:
+        """Yield each span with its offset along `axis` in the local parameter."""
         offset = 0
-        for run in self.runs:
-            yield offset, run
-            offset += run.size
+        for span in self.spans:
+            yield offset, span
+            offset += span.size

@@ -1,6 +1,6 @@
 """Make the plan of a weight update from the trainer's and the engines' layouts.
 
-An engine rank receives exactly the runs of its own shards. If several trainer ranks hold a slice
+An engine rank receives exactly the spans of its own shards. If several trainer ranks hold a slice
 (data-parallel replicas, replicated norms), the one with the least to send sends it.
 
 The topology says which engines read from which trainer ranks, and over which transport.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout.cuts import Run, round_up
+from megadapo.weights.layout.cuts import Span, round_up
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 from megadapo.weights.sync.plan import (
@@ -53,9 +53,9 @@ class Hosts:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A run of a trainer shard, and the coordinates that hold it."""
+    """A span of a trainer shard, and the coordinates that hold it."""
 
-    run: Run
+    span: Span
     name: str
     offset: int
     owners: tuple[int, ...]
@@ -161,35 +161,35 @@ def _template_copies(
             if row is None
             else [layout.megatron_shard(row, position)]
         ):
-            for offset, run in shard.placed_runs():
-                known = owned[run.tensor].get((run.start, run.stop))
+            for offset, span in shard.placed_spans():
+                known = owned[span.tensor].get((span.start, span.stop))
                 owners = (number,) if known is None else (*known.owners, number)
-                one = _Owned(run, shard.name, offset, owners)
-                owned[run.tensor][run.start, run.stop] = one
+                one = _Owned(span, shard.name, offset, owners)
+                owned[span.tensor][span.start, span.stop] = one
     for tp_rank in range(engine.tp_size):
         at = engine.position(tp_rank)
         for shard in (
             layout.engine_layer(at, LAYER) if row is None else [layout.engine_shard(row, at)]
         ):
-            for offset, run in shard.placed_runs():
-                for one, copy in _intersect(shard, offset, run, owned[run.tensor].values()):
+            for offset, span in shard.placed_spans():
+                for one, copy in _intersect(shard, offset, span, owned[span.tensor].values()):
                     yield tp_rank, one.owners, copy
 
 
 def _intersect(
-    shard: Shard, offset: int, run: Run, owned: Iterable[_Owned]
+    shard: Shard, offset: int, span: Span, owned: Iterable[_Owned]
 ) -> Iterator[tuple[_Owned, Copy]]:
-    """Yield the copies that fill one run of an engine's shard."""
+    """Yield the copies that fill one span of an engine's shard."""
     for one in owned:
-        low, high = max(run.start, one.run.start), min(run.stop, one.run.stop)
+        low, high = max(span.start, one.span.start), min(span.stop, one.span.stop)
         if low < high:
             yield (
                 one,
                 Copy(
                     source_name=one.name,
-                    source_offset=one.offset + low - one.run.start,
+                    source_offset=one.offset + low - one.span.start,
                     target_name=shard.name,
-                    target_offset=offset + low - run.start,
+                    target_offset=offset + low - span.start,
                     axis=shard.axis,
                     size=high - low,
                     width=shard.width,

@@ -62,7 +62,7 @@ class WeightReceiver:
         for shard in shards:
             stack = () if shard.expert is None else (shard.num_experts,)
             self.shapes[shard.name] = (*stack, *shard.shape)
-            covered = sum(run.size for run in shard.runs)
+            covered = sum(span.size for span in shard.spans)
             self._expected[shard.name] += covered * shard.numel_per_row
         self._place = (receiver, engine_rank)
         self._full = pack(plan, bucket_bytes)

@@ -209,7 +209,7 @@ def full_tensors(
     """Gather the shards of all ranks into full tensors by Hugging Face name; collective."""
     import torch
 
-    from megadapo.weights.disk.sources import collect_runs, match_params
+    from megadapo.weights.disk.sources import collect_spans, match_params
 
     own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     ranks = [None] * torch.distributed.get_world_size()
@@ -219,7 +219,7 @@ def full_tensors(
     # the first stage last: its embedding is the one of a tied model
     for at, local in reversed(ranks):
         for shard, tensor in match_params(local, layout, at):
-            collect_runs(full, shard, tensor)
+            collect_spans(full, shard, tensor)
     return full
 
 

@@ -178,9 +178,9 @@ def expected_shards(folder, layout, position, dtype):
     expected = {}
     for shard in layout.engine_shards(position):
         local = torch.zeros(shard.shape)
-        for offset, run in shard.placed_runs():
-            piece = hf[run.tensor].narrow(shard.axis, run.start, run.size)
-            local.narrow(shard.axis, offset, run.size).copy_(piece)
+        for offset, span in shard.placed_spans():
+            piece = hf[span.tensor].narrow(shard.axis, span.start, span.size)
+            local.narrow(shard.axis, offset, span.size).copy_(piece)
         expected.setdefault(shard.name, []).append(local.to(dtype))
     stacked = {s.name for s in layout.engine_shards(position) if s.expert is not None}
     return {

@@ -13,7 +13,7 @@ import pytest
 from megadapo.lab.simulate.engines import EngineSettings
 from megadapo.lab.simulate.policies import Policy, mode_name, modes_of
 from megadapo.lab.simulate.simulation import StepMeasures, pooled, simulate
-from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.task import TaskSettings, ToyTask
 from megadapo.plan.split import Split
 from megadapo.rollout.config import SamplingConfig
 from megadapo.trainer.config import TrainerConfig
@@ -36,7 +36,7 @@ def results(
     seeds: Iterable[int] = (0,),
 ) -> dict[str, StepMeasures]:
     """Simulate modes with a trainer that takes no time; `steps` has the measured ones by mode."""
-    tasks = [Task(replace(task, seed=seed)) for seed in seeds]
+    tasks = [ToyTask(replace(task, seed=seed)) for seed in seeds]
     settings = EngineSettings(num_engines=num_engines, num_slots=256, speed=SPEED)
     split = Split(trainer=TrainerConfig(), num_engines=num_engines, gpus_per_engine=1)
     size = 3 * sampling.prompts_per_step

@@ -11,9 +11,9 @@ from megadapo.lab.simulate.task import (
     Draw,
     EmpiricalLengths,
     LogNormalLengths,
-    Task,
     TaskSettings,
     TaskVerifier,
+    ToyTask,
     read_lengths,
 )
 from megadapo.rollout.types import response_seeds
@@ -22,7 +22,7 @@ SCORES = np.random.default_rng(3).standard_normal(200_000)
 
 
 def draws(settings: TaskSettings) -> list[Draw]:
-    task = Task(settings)
+    task = ToyTask(settings)
     return [
         task.draw((index,), response_seeds(settings.num_responses, settings.seed, index))
         for index in range(settings.num_prompts)
@@ -67,7 +67,7 @@ def test_same_seeds_give_the_same_answers():
 @pytest.mark.parametrize(("keep_rate", "solved"), [(0.7, 0.4), (0.0, None), (1.0, None)])
 def test_impossible_shares_are_refused(keep_rate, solved):
     with pytest.raises(ConfigError, match="mixed"):
-        Task(TaskSettings(keep_rate=keep_rate, solved_share=solved))
+        ToyTask(TaskSettings(keep_rate=keep_rate, solved_share=solved))
 
 
 def test_verifier_reads_correct_and_incorrect():

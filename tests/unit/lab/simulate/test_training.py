@@ -17,7 +17,7 @@ from megadapo.config import load_config
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import Policy, policies_on_gpus
 from megadapo.lab.simulate.simulation import SimulatedStep, compare, steps_of
-from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.task import TaskSettings, ToyTask
 from megadapo.plan.cards import CARDS, H100
 from megadapo.plan.engine import ALL_REDUCE_S, LAYER_S, PRODUCT_SHARE, READ_SHARE, EngineSpeed
 from megadapo.plan.responses import LogNormalLengths
@@ -31,7 +31,7 @@ TASK = TaskSettings(num_responses=4, keep_rate=0.5)
 
 
 def simulated(
-    sampling: SamplingConfig, settings: EngineSettings, task: Task, train_s: float
+    sampling: SamplingConfig, settings: EngineSettings, task: ToyTask, train_s: float
 ) -> tuple[VirtualEngines, Iterator[SimulatedStep]]:
     split = Split(trainer=TrainerConfig(), num_engines=2, gpus_per_engine=1, train_s=train_s)
     policy = Policy(
@@ -46,7 +46,7 @@ def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, li
         mode=mode, max_staleness=staleness, prompts_per_step=16, responses_per_prompt=4
     )
     settings = EngineSettings(num_engines=2, num_slots=32, speed=SPEED)
-    engines, found = simulated(sampling, settings, Task(TASK), train_s)
+    engines, found = simulated(sampling, settings, ToyTask(TASK), train_s)
     return engines, list(islice(found, 8))[2:]
 
 
@@ -146,7 +146,7 @@ def lengths(mean: float) -> LogNormalLengths:
 
 
 def step_s(mode: str, staleness: int, num_engines: int, train_s: float, mean: float) -> float:
-    task = Task(
+    task = ToyTask(
         TaskSettings(lengths=lengths(mean), keep_rate=0.5, num_responses=8, max_tokens=MAX_TOKENS)
     )
     sampling = SamplingConfig(

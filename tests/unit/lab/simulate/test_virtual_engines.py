@@ -4,11 +4,11 @@ import pytest
 
 from megadapo.data.group import Response
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.task import TaskSettings, ToyTask
 from megadapo.plan.engine import EngineSpeed
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
-TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
+TASK = ToyTask(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
 SPEED = EngineSpeed(step_s=15e-3, response_s=40e-6, context_s=19e-9, prefill_s=30e-6)
 """About the speed of a 32B model in bfloat16 on four H200."""
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.sources import collect_runs, match_params, open_layout
+from megadapo.weights.disk.sources import collect_spans, match_params, open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
@@ -53,7 +53,7 @@ def assert_gives_model(folder, layout, ranks):
     for position, params in ranks:
         for shard, param in match_params(params, layout, position):
             assert not param.isnan().any(), shard.name
-            collect_runs(full, shard, param)
+            collect_spans(full, shard, param)
     assert full.keys() == hf.keys()
     assert all(torch.equal(full[name], hf[name]) for name in hf)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout.cuts import Run
+from megadapo.weights.layout.cuts import Span
 from megadapo.weights.layout.layout import ModelLayout, hf_names, layout_for
 from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
@@ -82,11 +82,11 @@ def describe(shards: Iterable[Shard]) -> str:
         name = shard.name if shard.alias is None else f"{shard.name} or {shard.alias}"
         if shard.num_experts:
             name += f"[{shard.expert} of {shard.num_experts}]"
-        runs = (
-            f"{run.tensor.removeprefix('model.layers.0')}[{run.start}:{run.stop}]"
-            for run in shard.runs
+        spans = (
+            f"{span.tensor.removeprefix('model.layers.0')}[{span.start}:{span.stop}]"
+            for span in shard.spans
         )
-        lines.append(f"{name} {shard.shape}: {' '.join(runs)}")
+        lines.append(f"{name} {shard.shape}: {' '.join(spans)}")
     return "\n".join(lines)
 
 
@@ -211,9 +211,9 @@ def test_position_sets_vocabulary_padding():
 
 
 def test_runs_are_placed_end_to_end():
-    runs = (Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4))
-    shard = Shard("qkv", runs, axis=0, length=9, width=3)
-    assert list(shard.placed_runs()) == list(zip((0, 4, 6), runs, strict=True))
+    spans = (Span("q", 4, 8), Span("k", 2, 4), Span("v", 2, 4))
+    shard = Shard("qkv", spans, axis=0, length=9, width=3)
+    assert list(shard.placed_spans()) == list(zip((0, 4, 6), spans, strict=True))
     assert shard.shape == (9, 3) and shard.numel_per_row == 3
     assert replace(shard, axis=1).shape == (3, 9)
     vector = replace(shard, width=None)

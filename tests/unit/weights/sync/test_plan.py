@@ -117,7 +117,7 @@ def test_every_position_is_copied_once(model_folders, family, trainer, engine):
             }
             assert ranges.keys() == shards.keys()
             for name, shard in shards.items():
-                assert_filled_exactly_once(ranges[name], sum(run.size for run in shard.runs))
+                assert_filled_exactly_once(ranges[name], sum(span.size for span in shard.spans))
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -134,7 +134,7 @@ def test_copies_carry_the_bytes_they_claim(model_folders, family):
         start += count
 
     def local(shard):
-        parts = [full[run.tensor].narrow(shard.axis, run.start, run.size) for run in shard.runs]
+        parts = [full[s.tensor].narrow(shard.axis, s.start, s.size) for s in shard.spans]
         return torch.cat(parts, dim=shard.axis) if parts else torch.empty(0)
 
     sources = [
@@ -235,7 +235,7 @@ def test_few_kv_heads_are_repeated(model_folders):
     for rank in range(4):
         position = EnginePosition(tp_rank=rank, tp_size=4)
         (qkv,) = [s for s in layout.engine_layer(position, "0") if "qkv_proj" in s.name]
-        heads.append([(run.start, run.stop) for run in qkv.runs if "k_proj" in run.tensor])
+        heads.append([(span.start, span.stop) for span in qkv.spans if "k_proj" in span.tensor])
     assert heads == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
 
 

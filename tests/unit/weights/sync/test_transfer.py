@@ -52,9 +52,9 @@ def test_engine_ranks_receive_exactly_their_shards(model_folders, family, traine
     connection.assert_received(connection.run())
     for rank, receiver in enumerate(connection.receivers):
         runs = sum(
-            run.size * shard.numel_per_row
+            span.size * shard.numel_per_row
             for shard in connection.layout.engine_shards(engine.position(rank))
-            for run in shard.runs
+            for span in shard.spans
         )
         assert receiver.num_bytes == runs * dtype.itemsize
 
