@@ -21,7 +21,7 @@ from megadapo.cluster.this_node import ClockReading, node_address, read_clock, u
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.guard import kill_marked, mark_and_guard
 from megadapo.errors import InfraError, ProcessDiedError
-from megadapo.rollout.engine.fork_server import fork_what_vllm_spawns, hide_rays_worker
+from megadapo.rollout.engine.fork_server import prepare_what_vllm_spawns
 from megadapo.rollout.engine.spec import EngineSpec
 from megadapo.rollout.types import (
     ActivityCounter,
@@ -260,9 +260,7 @@ class RolloutEngine:
 
     async def _start_vllm(self) -> None:
         spec = self._spec
-        hide_rays_worker()
-        if not spec.uses_cuda:
-            fork_what_vllm_spawns(self._sockets)
+        prepare_what_vllm_spawns(self._sockets, forks=not spec.uses_cuda)
         from megadapo.rollout.engine.start_vllm import start_vllm
 
         self._llm = start_vllm(spec, self._counter)

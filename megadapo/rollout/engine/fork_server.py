@@ -17,14 +17,20 @@ _IMPORTED = (
 )
 
 
-def fork_what_vllm_spawns(folder: str) -> None:
-    """Start the server, and let this process spawn others from it; call before vLLM is imported.
+def prepare_what_vllm_spawns(folder: str, *, forks: bool) -> None:
+    """Make the processes that this one spawns lighter; call before vLLM is imported.
 
-    The server has this moment's environment, and so the guard's mark. It ends with this process.
+    Their program is `spawned` instead of Ray's worker, with which Python collects garbage for a
+    third of their start. The server has this moment's environment, and so the guard's mark. It ends
+    with this process.
 
     Args:
         folder: where its socket is, which the guard removes; Python's own would survive a kill.
+        forks: whether processes are forked from the server.
     """
+    sys.modules["__main__"].__spec__ = find_spec("megadapo.rollout.engine.spawned")
+    if not forks:
+        return
     this: Any = current_process()
     this._config["tempdir"] = folder
     forkserver.set_forkserver_preload(list(_IMPORTED))
@@ -32,11 +38,3 @@ def fork_what_vllm_spawns(folder: str) -> None:
     # vLLM knows no fork server, and insists on "spawn" in an actor of Ray
     spawned: Any = context.SpawnProcess
     spawned._Popen = staticmethod(context.ForkServerProcess._Popen)
-
-
-def hide_rays_worker() -> None:
-    """Give processes that this one starts the program `spawned` instead of Ray's worker.
-
-    With Ray's worker Python collects garbage for a third of their start.
-    """
-    sys.modules["__main__"].__spec__ = find_spec("megadapo.rollout.engine.spawned")

@@ -17,5 +17,7 @@ def collect_as_before(phase: str, info: dict[str, int]) -> None:
         gc.set_threshold(*BEFORE)
 
 
-gc.set_threshold(*COLLECTOR_THRESHOLD)
-gc.callbacks.append(collect_as_before)
+# a process forked from the server has both already
+if BEFORE != COLLECTOR_THRESHOLD:
+    gc.set_threshold(*COLLECTOR_THRESHOLD)
+    gc.callbacks.append(collect_as_before)

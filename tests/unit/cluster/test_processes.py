@@ -114,16 +114,16 @@ def test_collector_runs_as_before_after_a_start() -> None:
         gc.set_threshold(*of_the_tests)
 
 
-def test_collector_of_a_spawned_process_runs_as_before_after_its_imports() -> None:
+@pytest.mark.parametrize("imported", ["", "import megadapo.rollout.engine.spawned"])  # or forked
+def test_collector_of_a_spawned_process_runs_as_before_after_its_imports(imported) -> None:
     program = """
-import gc, runpy
-before = gc.get_threshold()
+import runpy
 runpy.run_module("megadapo.rollout.engine.spawned", run_name="__mp_main__", alter_sys=True)
 assert gc.get_threshold()[0] == 50_000
-gc.collect()
+gc.collect(), gc.collect()
 assert gc.get_threshold() == before and gc.callbacks == []
 """
-    run_python(program)
+    run_python(f"import gc; before = gc.get_threshold(); {imported}{program}")
 
 
 def test_forked_process_uses_all_cores() -> None:
