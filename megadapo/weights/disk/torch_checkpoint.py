@@ -155,17 +155,17 @@ class StoredTensors:
 
     def _items(self, key: str, boxes: list[Box]) -> list[ReadItem]:
         stored = self.tensors[key]
-        boxes = [ChunkStorageMetadata(torch.Size(box.offset), box.target.size()) for box in boxes]
-        items = create_read_items_for_chunk_list(key, stored, boxes)
-        within = sum(_num_within(box, stored.size) for box in boxes)
+        chunks = [ChunkStorageMetadata(torch.Size(box.offset), box.target.size()) for box in boxes]
+        items = create_read_items_for_chunk_list(key, stored, chunks)
+        within = sum(_num_within(chunk, stored.size) for chunk in chunks)
         if sum(prod(item.lengths) for item in items) != within:
             raise CheckpointError(f"{self.folder}: the stored chunks of {key} do not cover it")
         return items
 
 
-def _num_within(box: ChunkStorageMetadata, shape: torch.Size) -> int:
-    ends = (min(a + b, c) for a, b, c in zip(box.offsets, box.sizes, shape, strict=True))
-    return prod(max(0, end - start) for end, start in zip(ends, box.offsets, strict=True))
+def _num_within(chunk: ChunkStorageMetadata, shape: torch.Size) -> int:
+    ends = (min(a + b, c) for a, b, c in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+    return prod(max(0, end - start) for end, start in zip(ends, chunk.offsets, strict=True))
 
 
 def _overlap(boxes: list[ChunkStorageMetadata]) -> bool:
