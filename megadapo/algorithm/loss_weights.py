@@ -41,7 +41,8 @@ def loss_weights(
     signs = np.zeros(len(lengths))
     if config.loss_aggregation == "balanced":
         assert advantages is not None, "the aggregation needs them"
-        signs = np.sign(np.asarray(advantages, dtype=np.float64))
+        # a reward equal to the mean leaves a rounding error
+        signs = np.sign(np.round(np.asarray(advantages, dtype=np.float64), 9))
     for indices in mini_batches(sizes, config.responses_per_mini_batch, planned=group_size):
         weights[indices] = sequence_weights(
             lengths[indices],

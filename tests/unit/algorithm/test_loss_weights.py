@@ -167,6 +167,14 @@ def test_balanced_by_hand():
     np.testing.assert_allclose(found, expected, rtol=1e-15)
 
 
+def test_reward_at_the_mean_is_in_neither_part():
+    """Its advantage is a rounding error, whose sign would make a part's tokens weigh less."""
+    config = AlgorithmConfig(loss_aggregation="balanced", responses_per_mini_batch=3)
+    options = [np.array([-1.0, middle, 1.0]) for middle in (0.0, -2.8e-16)]
+    found = [loss_weights([scored_group([2, 9, 3])], config, advantages=one) for one in options]
+    np.testing.assert_array_equal(*found)
+
+
 def test_balanced_of_equal_lengths_is_the_mean_of_the_group():
     lengths, groups = np.full(6, 4), np.array([0, 0, 0, 0, 1, 1])
     found = sequence_weights(lengths, groups, "balanced", signs=np.array([1, -1, -1, 0, 1, 1]))
