@@ -380,11 +380,12 @@ def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> I
             "one step could take the coefficient to 0"
         )
     num_updates = algorithm.passes * num_responses // algorithm.responses_per_mini_batch
-    if algorithm.objective.old_kl_coef != 0.0 and num_updates <= 1:
+    limits_kl = algorithm.objective.old_kl_coef != 0.0 or algorithm.max_kl is not None
+    if limits_kl and num_updates <= 1:
         yield (
-            "algorithm.objective.old_kl_coef has no effect on the first update of a step, whose "
-            "ratios are 1, and there is no other one: raise algorithm.passes, lower "
-            "algorithm.responses_per_mini_batch, or leave it out"
+            "algorithm.objective.old_kl_coef and algorithm.max_kl have no effect on the first "
+            "update of a step, whose ratios are 1, and there is no other one: raise "
+            "algorithm.passes, lower algorithm.responses_per_mini_batch, or leave them out"
         )
 
 

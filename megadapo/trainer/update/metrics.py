@@ -235,7 +235,7 @@ def summarize(
         "kl/coef": kl_coef if step["reference_tokens"] else None,
         "kl/old_coef": old_kl_coef or None,
         "kl/from_old": _measured(mini_batches[-1], "policy/approx_kl")
-        if old_kl_coef and mini_batches
+        if old_kl_coef and len(mini_batches) > 1
         else None,
         "staleness/token_share": float((version_gaps != 0).mean()) if known else None,
         "staleness/mean": float(version_gaps.mean()) if known else None,

@@ -62,6 +62,7 @@ algorithm.advantage=rloo; algorithm.objective={kl_coef = 0.1, kl_in = 'reward', 
     -> algorithm.kl_control.horizon = 8; 0.2; sampling
 algorithm.objective={old_kl_coef = 1.0, gate = 'none'}; algorithm.responses_per_mini_batch=8192
     -> algorithm.objective.old_kl_coef; first update; algorithm.passes
+algorithm.max_kl=0.1; algorithm.responses_per_mini_batch=8192 -> algorithm.max_kl; first update
 algorithm.importance.stale_logprobs=rollout; algorithm.importance.high=3.0
     -> algorithm.importance.high; algorithm.importance.stale_logprobs
 algorithm.importance.stale_logprobs='none'; sampling.max_staleness=1; sampling.mode=one_step_off;

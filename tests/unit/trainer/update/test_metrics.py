@@ -77,6 +77,7 @@ def test_divergence_that_steers_is_of_the_last_update():
     updates = [sums({"tokens": 4.0, "policy/approx_kl": value}) for value in (0.0, 0.02, 0.4)]
     found = step_of(updates, old_kl_coef=0.7)
     assert (found["kl/from_old"], found["kl/old_coef"]) == (pytest.approx(0.1), 0.7)
+    assert step_of(updates[:1], old_kl_coef=0.7)["kl/from_old"] is None
     without = step_of(updates)
     assert without["kl/from_old"] is without["kl/old_coef"] is None
 
