@@ -33,7 +33,11 @@ AGGREGATIONS_WITH_KEY = {
 AdvantageRule = Literal[
     "grpo", "grpo-process", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"
 ]
-ADVANTAGES_WITH_KEY = {"discount": ("gae", "grpo-process"), "gae_lambda": ("gae",)}
+ADVANTAGES_WITH_KEY = {
+    "discount": ("gae", "grpo-process"),
+    "gae_lambda": ("gae",),
+    "normalize_by_std": ("grpo", "grpo-process"),
+}
 """The values of `advantage` that read a key."""
 
 FILTERS = ("overlong_filtering", "degenerate_filtering")
@@ -222,11 +226,6 @@ class AlgorithmConfig(Section, title="algorithm"):
             )
 
     def _advantage_conflicts(self) -> Iterator[str]:
-        if self.advantage not in ("grpo", "grpo-process") and not self.normalize_by_std:
-            yield (
-                f'algorithm.advantage = "{self.advantage}" does not divide by a group\'s standard '
-                "deviation: leave algorithm.normalize_by_std out"
-            )
         for key, rules in ADVANTAGES_WITH_KEY.items():
             if self.advantage not in rules and self.changed(key):
                 names = " or ".join(f'"{rule}"' for rule in rules)

@@ -87,7 +87,7 @@ def _with_keys(config: RunConfig, text: str) -> RunConfig:
         path, value, _ = parse_override(part)
         keys.add(path)
         table = with_key(table, path, value)
-    # another advantage, aggregation or gate does not read the keys of the run's own
+    # another objective does not read all keys of the run's own
     if table[SECTION]["advantage"] != "gae":
         table["critic"] = {}
     choices = {"advantage": ADVANTAGES_WITH_KEY, "loss_aggregation": AGGREGATIONS_WITH_KEY}
@@ -95,12 +95,20 @@ def _with_keys(config: RunConfig, text: str) -> RunConfig:
         for name, values in readers.items():
             if table[SECTION][choice] not in values and (SECTION, name) not in keys:
                 table = with_key(table, (SECTION, name), AlgorithmConfig.model_fields[name].default)
+    objective = table[SECTION]["objective"]
+    sections, unread = ["reference", "kl_control", "entropy_control"], list[str]()
+    if objective["gate"] != "bapo" and all(key[1] != "bapo" for key in keys):
+        sections.append("bapo")
+    table[SECTION] |= dict.fromkeys(sections, {})
     if (*OBJECTIVE, "gate") in keys:
-        read = KEYS_OF_GATE.get(table[SECTION]["objective"]["gate"], ())
-        for name in chain.from_iterable(KEYS_OF_GATE.values()):
-            if name not in read and (*OBJECTIVE, name) not in keys:
-                default = PolicyObjective.model_fields[name].default
-                table = with_key(table, (*OBJECTIVE, name), default)
+        read = KEYS_OF_GATE.get(objective["gate"], ())
+        unread += [name for name in chain(*KEYS_OF_GATE.values()) if name not in read]
+    if objective["kl_coef"] == 0:
+        unread += ["kl_in", "kl_value", "kl_gradient"]
+    for name in unread:
+        if (*OBJECTIVE, name) not in keys:
+            default = PolicyObjective.model_fields[name].default
+            table = with_key(table, (*OBJECTIVE, name), default)
     try:
         return from_dict(table)
     except ConfigError as error:

@@ -48,7 +48,7 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
 @pytest.mark.parametrize(
     ("algorithm", "problem"),
     [
-        ({"advantage": "rloo", "normalize_by_std": False}, "leave algorithm.normalize_by_std out"),
+        ({"advantage": "rloo", "normalize_by_std": False}, "normalize_by_std: read only with"),
         ({"advantage": "maxrl"}, "set algorithm.overlong_buffer = 0"),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, "set both or neither"),
         ({"loss_length": 100}, "set both or neither"),

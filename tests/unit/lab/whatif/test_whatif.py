@@ -88,6 +88,21 @@ def test_refusal_names_the_option_and_the_key(text: str, message: str):
     assert str(caught.value).startswith(f"--set {text}: ")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("ppo-ptx-penalty", "algorithm.objective.old_kl_coef=0"),
+        ("ppo", "algorithm.objective.kl_coef=0"),
+        ("bapo-logits", "algorithm.objective.gate=clip"),
+        ("dr-grpo", "algorithm.advantage=rloo"),
+    ],
+)
+def test_keys_that_only_the_runs_own_objective_reads_are_dropped(recipe, text):
+    """They would be conflicts, which --set cannot avoid."""
+    config = load_config(REPOSITORY / "configs" / "algorithms" / f"{recipe}.toml")
+    assert len(alternatives(config, [text])) == 2
+
+
 def test_run_with_a_critic_takes_other_advantages_and_their_own_keys():
     """Otherwise its section [critic] would be a conflict, which --set cannot name."""
     path = REPOSITORY / "configs" / "algorithms" / "ppo.toml"
