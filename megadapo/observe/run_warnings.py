@@ -159,6 +159,7 @@ def _entropy(records: Sequence[MetricRecord]) -> str | None:
 
 def _bapo(records: Sequence[MetricRecord]) -> str | None:
     """Return a warning if BAPO's bounds never moved, or were at their ends in every update."""
+    records = [one for one in records if one.get("bapo/share") is not None]
     low, high, before, after = (
         [_value(one, f"bapo/{name}") for one in records]
         for name in ("clip_low", "clip_high", "share_before", "share")

@@ -141,7 +141,8 @@ def bapo(num_steps: int, **values: float | None) -> list[MetricRecord]:
 )
 def test_bounds_of_bapo_that_never_move_are_warned_of(values, text):
     """The run would be taken for BAPO, and be one with fixed bounds."""
-    [found] = run_warnings(bapo(10, **values), [])
+    equal_rewards = bapo(1, share_before=None, share=None)
+    [found] = run_warnings(equal_rewards + bapo(10, **values), [])
     assert text in found
 
 
