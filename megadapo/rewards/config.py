@@ -214,7 +214,9 @@ class RewardFunction(Section, title="reward.functions"):
             yield from problems
         elif self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
-        elif self.function == "length" and not self.options.keys() - {"buffer"}:
+        elif self.function == "length" and not any(
+            value or key == "max_tokens" for key, value in self.options.items() if key != "buffer"
+        ):
             yield (
                 'reward.functions.options: "length" scores every response 0 without max_tokens, '
                 "min_tokens or alpha_len; set one"
