@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megadapo.codec import encode
-from megadapo.config import RunConfig, load_config, to_dict
+from megadapo.config import RunConfig, load_config
 from megadapo.config.recipe import override_texts, read_table
 from megadapo.errors import DataError
 from megadapo.observe.files import make_folder, replace_text
@@ -33,6 +33,9 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
     def metrics(self) -> list[MetricRecord]:
         """Return the metrics of the finished steps, oldest first."""
@@ -62,7 +65,7 @@ class RunFolder:
         export_checkpoint(find_source(self.folder, step), Path(destination))
 
 
-Source: TypeAlias = Path | str | Mapping[str, Any] | RunConfig | RunFolder
+Source: TypeAlias = os.PathLike[str] | str | Mapping[str, Any] | RunConfig
 Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 Rows: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
@@ -133,8 +136,6 @@ def checked_config(
     """
     from megadapo.config.preflight import check_run
 
-    source = source.folder if isinstance(source, RunFolder) else source
-    source = to_dict(source) if isinstance(source, RunConfig) else source
     texts = override_texts(overrides)
     run = read_table(source, texts)[0].get("run")
     name = str(run.get("folder")) if isinstance(run, Mapping) else ""

@@ -10,6 +10,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from os.path import exists
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ INPUT_PATHS: tuple[KeyPath, ...] = (
     ("algorithm", "pretraining", "data"),
     ("data", "train"),
     ("data", "held_out"),
+    ("data", "columns", "examples"),
 )
 """Keys of files and folders that are also looked up beside the recipe."""
 CONFIGS = "configs/"
@@ -40,13 +42,14 @@ CONFIGS = "configs/"
 
 
 def read_table(
-    source: Path | str | Mapping[str, Any], overrides: Sequence[str]
+    source: PathLike[str] | str | Mapping[str, Any] | Section, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Read a recipe, a resolved configuration, a table or a run's folder, with overrides.
 
     Returns:
         The table, and the texts of the overrides that TOML reads as another type.
     """
+    source = source.model_dump(mode="json") if isinstance(source, Section) else source
     if isinstance(source, Mapping):
         table = _with_paths_beside(dict(source), Path())
     elif (path := Path(source)).is_dir():
@@ -168,6 +171,7 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: extends: expected the name of another TOML file")
     seen = (*seen, path.resolve())
     base_path = path.parent / base
+    base_path = base_path if exists(base_path) else Path(shipped(base))
     if base_path.resolve() in seen:
         raise ConfigError(f"{path}: extends {base}, which extends this file again")
     return merge_tables(_read_recipe(base_path, seen), table)

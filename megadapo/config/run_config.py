@@ -173,7 +173,7 @@ class RunConfig(Section, title="megadapo"):
 
 
 def load_config(
-    source: Path | str | Mapping[str, Any],
+    source: os.PathLike[str] | str | Mapping[str, Any] | Section,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     trains: bool = True,

@@ -39,6 +39,7 @@ def test_configuration_of_a_table_with_values_by_dotted_key(tmp_path):
     overrides = {"run.folder": tmp_path, "data.held_out": None, "reward.functions": functions}
     config = megadapo.load_config(table, {**overrides, "trainer.optimizer.lr": 2e-5})
     assert (config.run.folder, config.data.held_out) == (tmp_path, None)
+    assert megadapo.load_config(config, {"run.num_steps": 3}).run.num_steps == 3
     assert config.trainer.optimizer.lr == 2e-5 and config.reward.functions[1].weight == 0.5
     with pytest.raises(ConfigError, match=r"^the configuration.*: run\.num_step: unknown key"):
         megadapo.load_config(table, {"run.num_step": 3})

@@ -174,6 +174,11 @@ def test_input_paths_are_found_beside_the_file_that_names_them(
     (folder / "base.toml").write_text(base)
     (recipe.parent / "rows.jsonl").touch()
     assert [*load_config(over, ["data.train.b=none"]).data.train.values()] == ["rows.jsonl"]
+    columns = 'extends = "configs/quickstart.toml"\n[data.columns]\nexamples = "own.jsonl"\n'
+    (folder / "base.toml").write_text(columns)
+    found = load_config(folder / "base.toml").data
+    assert found.columns.examples == str(folder / "own.jsonl")
+    assert found.train == load_config("configs/quickstart.toml").data.train
 
 
 def test_recipes_of_the_package_are_found_from_any_folder(
