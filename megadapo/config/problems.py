@@ -240,5 +240,6 @@ def _meant(keys: tuple[str, ...], siblings: list[str], known: list[str]) -> str 
         return " or ".join(namesakes)
     if near := difflib.get_close_matches(name, siblings, n=1):
         return prefix + near[0]
-    near = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in known], n=1)
+    names = [key.rpartition(".")[2] for key in known]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return next((key for key in known if near and key.endswith(f".{near[0]}")), None)

@@ -141,6 +141,7 @@ def test_a_list_of_the_wrong_length_is_named() -> None:
         ("[outer]\nfolder='x'\nlr = 3", "outer.lr: unknown key; did you mean outer.inner.lr"),
         ("[outer]\nfolder='x'\n[outter]", "outter: unknown section; did you mean outer?"),
         ("[outer]\nfolder='x'\nzzzzzz = 3", "outer.zzzzzz: unknown key; known here: folder, size"),
+        ("[outer]\nfolder='x'\nbands = 3", "outer.bands: unknown key; known here: folder, size"),
         ("lr = 3\n[outer]\nfolder='x'", "lr: unknown section; did you mean outer.inner.lr"),
         ("[outer]\nfolder='x'\nnum_stps = 3", "outer.num_stps: unknown key; did you mean"),
         ("[outer]\nfolder='x'\n[outer.iner]", "outer.iner: unknown key; did you mean outer.inner"),
