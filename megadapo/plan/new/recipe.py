@@ -15,7 +15,7 @@ from megadapo.data.group import NO_ANSWER, Group
 from megadapo.data.prompts import Prompt, render
 from megadapo.data.rows import ALL_COLUMNS, Row
 from megadapo.data.sources import is_built_in, read_rows, whole_rows
-from megadapo.errors import ConfigError
+from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, resolve_model_folder
 from megadapo.plan.cards import Card, card_of
@@ -76,6 +76,12 @@ def write_recipe(
             f"{samples.lengths.mean():.0f} tokens",
             *[UNMIXED] * (samples.num_mixed == 0),
         ]
+    reward = draft.config().reward
+    for row in (*rows, *others):
+        try:
+            reward.check_gold(row.ground_truth, row.data_source)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
     minutes, steps = sizes.forecast(draft, facts) / 60, draft.config().run.num_steps
     total = minutes * steps
     run = f"{total:.0f} minutes" if total < 120 else f"{total / 60:.0f} hours"
@@ -132,7 +138,9 @@ def _read_facts(
         path = str(resolve_model_folder(path, with_weights=True))
         tokenizer = read_tokenizer(path)
         prompts = {row.messages for row in (*rows, *held_out)}
-        prompt_tokens = max(len(render(Prompt("", one, "", ""), tokenizer)) for one in prompts)
+        longest = max(len(render(Prompt("", one, "", ""), tokenizer)) for one in prompts)
+        drops = draft.config().data.overlong_prompts == "drop"
+        prompt_tokens = min(longest, prompt_tokens) if drops else longest
     if gpus is None and machine.uses_cuda:
         card, num_gpus = card_of(machine.gpus[0].name), len(machine.gpus)
         if card is None:

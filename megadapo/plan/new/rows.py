@@ -33,7 +33,7 @@ def likely_columns(rows: Iterator[Row], columns: DataColumns) -> dict[str, str]:
             if getattr(columns, key) is not None or any(row.has(name) for name in usual):
                 continue
             likely = [name for name in row.columns if words & {*re.split("[^a-z]+", name.lower())}]
-            if len(likely) != 1:
+            if len(likely) != 1 or likely[0] in found.values():
                 raise ConfigError(
                     f"{row.place}: the columns are {', '.join(row.columns)}, and "
                     f"{' or '.join(likely) or 'none of them'} may be the {key}: name it with "
@@ -60,7 +60,7 @@ def hold_out(rows: Sequence[Row], stem: Path) -> list[tuple[str, list[Row]]]:
     ]
     for name, kept in parts:
         columns = (dict(row.columns) for row in kept)
-        lines = [json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in columns]
+        lines = [json.dumps(one, default=str) + "\n" for one in columns]
         path, text = Path(name), "".join(lines)
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{name} exists and has other rows: change --output")

@@ -111,7 +111,6 @@ def choose_sizes(draft: Draft, facts: Facts) -> None:
         prompts, group, most_s = GPU_PROMPTS, 2 * GROUP, 300.0 * math.cbrt(facts.num_gpus)
     elif (samples := facts.samples) is not None and 2 * samples.num_mixed < len(samples.scores):
         group = 2 * GROUP
-    draft.set("run.num_steps", CORE_STEPS)
     set_batch(draft, prompts[0], group)
     if facts.card is None:
         _fit_cores(draft, facts)

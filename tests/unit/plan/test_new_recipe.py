@@ -73,7 +73,7 @@ def new(tmp_path, monkeypatch):
 
     def write(*overrides: str, rows=SUMS, sample=MIXED) -> tuple[RunConfig, str]:
         draft = Draft(overrides)
-        for key, value in {"model.path": BASE, "run.folder": "run", "run.num_steps": 1}.items():
+        for key, value in {"model.path": BASE, "run.folder": "run", "run.num_steps": 200}.items():
             draft.set(key, value)
         source = write_jsonl(tmp_path / "rows.jsonl", *rows)
         output = tmp_path / f"recipe{next(numbers)}.toml"
@@ -163,12 +163,24 @@ def test_rule_is_the_first_that_finds_answers(new, text, gold, rule):
     assert new("reward.rule=exact_text", rows=rows, sample=sample)[0].reward.rule == "exact_text"
 
 
+def test_gold_answers_that_the_rule_cannot_score_are_refused(new):
+    long = "x" * 301
+    rows = [{"question": f"{n}?", "answer": long} for n in range(20)]
+    sample = sampled(*[[RIGHT, WRONG]] * 16, text=r"\boxed{7}", gold=long)
+    with pytest.raises(DataError, match=r"line 1: .* at most 300"):
+        new(rows=rows, sample=sample)
+
+
 def test_keys_of_the_user_are_kept(new):
     config, text = new("rollout.max_response_tokens=100", "sampling.prompts_per_step=24")
     assert config.rollout.max_response_tokens == 100 and config.algorithm.overlong_buffer == 20
     assert config.sampling.prompts_per_step == 24 and "# given\nprompts_per_step" in text
     with pytest.raises(ConfigError, match="prompts_per_step"):
         new("sampling.prompts_per_step=0")
+    new("algorithm.objective.kl_coef=0.1", "algorithm.reference.refresh_every=9")
+    rows = [*SUMS, {"question": "1" * 2000, "answer": 1}]
+    config, _ = new("data.overlong_prompts=drop", "data.max_prompt_tokens=32", rows=rows)
+    assert config.data.max_prompt_tokens == 32
 
 
 def test_evaluation_has_at_most_the_responses_of_two_steps(new):
@@ -191,13 +203,15 @@ def test_columns_are_found_by_words_in_their_names(new):
     assert "--data.columns.ground_truth=COLUMN" in str(raised.value)
     config, _ = new("data.columns.ground_truth=answer_b", rows=rows)
     assert config.data.columns.ground_truth == "answer_b"
+    with pytest.raises(ConfigError, match="question;answer may be the ground_truth"):
+        new(rows=[{"question;answer": "1+1;2"}])
     with pytest.raises(ConfigError, match=r"none of them may be the prompt.*--data.columns.prompt"):
         new(rows=[{"text": "1?", "answer": 1}])
 
 
 @pytest.mark.parametrize(("num", "held_out"), [(4, 1), (40, 10), (200, 20), (2000, 64)])
 def test_held_out_prompts_are_not_trained_on(new, tmp_path, num, held_out):
-    rows = [{"question": f"{n}?", "answer": n, "note": "\u00e9"} for n in range(num)]
+    rows = [{"question": f"{n}?", "answer": n, "note": "\u00e9\ud83d"} for n in range(num)]
     config, _ = new(rows=[*rows, *rows])
     files = [Path(name).read_text() for name in (config.data.train, config.data.held_out)]
     parts = [[json.loads(line) for line in text.splitlines()] for text in files]
