@@ -95,7 +95,7 @@ def read_rows(
 def whole_rows(source: str) -> Iterator[Row]:
     """Yield the rows of files with all of their columns, before any is found by its name."""
     for file in _files(source, SUFFIXES):
-        yield from _rows(file, _parquet_columns(file) if file.suffix == ".parquet" else ())
+        yield from _rows(file, (ALL_COLUMNS,))
 
 
 def read_text_rows(source: str) -> Iterator[Row]:
@@ -178,13 +178,12 @@ def _prompt_rows(file: Path, names: Names, further: Collection[str]) -> Iterator
     config = names.config
     named = filter(None, [config.prompt, config.ground_truth, config.data_source])
     wanted = {*PROMPTS, *GOLDS, *named, DATA_SOURCE, *further}
-    if ALL_COLUMNS in further and file.suffix == ".parquet":
-        wanted.update(_parquet_columns(file))
     rows = _rows(file, wanted)
     first = next(rows, None)
     if first is None:
         return
-    found = _parquet_columns(file) if file.suffix == ".parquet" else list(first.columns)
+    is_parquet = file.suffix == ".parquet"
+    found: list[str] = pq.read_schema(file).names if is_parquet else [*first.columns]
     prompt = first.find("data.columns.prompt", config.prompt, PROMPTS, found)
     gold = first.find("data.columns.ground_truth", config.ground_truth, GOLDS, found)
     # columns that would have been taken before these; their values in other rows may not be lost
@@ -203,11 +202,6 @@ def _prompt_rows(file: Path, names: Names, further: Collection[str]) -> Iterator
                 "data.columns.prompt and data.columns.ground_truth"
             )
         yield Row(row.place, row.columns, names)
-
-
-def _parquet_columns(file: Path) -> list[str]:
-    names: list[str] = pq.read_schema(file).names
-    return names
 
 
 def _has_marks(file: Path, column: str, first: Row) -> bool:
@@ -313,7 +307,7 @@ def _parquet_rows(
         names = parquet.schema_arrow.names
         if missing := [name for name in needed if name not in names]:
             raise DataError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
-        wanted = [name for name in names if name in needed or name in optional]
+        wanted = [name for name in names if {name, ALL_COLUMNS} & {*needed, *optional}]
         short = [
             (name, kind.to_pandas_dtype())
             for name, kind in zip(names, parquet.schema_arrow.types, strict=True)

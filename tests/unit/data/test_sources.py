@@ -15,7 +15,7 @@ import pytest
 from megadapo.data import sources
 from megadapo.data.arithmetic import generate
 from megadapo.data.config import DataConfig
-from megadapo.data.sources import read_rows
+from megadapo.data.sources import read_rows, whole_rows
 from megadapo.errors import ConfigError, DataError
 from tests.support.processes.running import run_python
 from tests.support.rows import write_parquet
@@ -113,8 +113,9 @@ def test_damaged_parquet(tmp_path) -> None:
     middle[20:200] = b"\xff" * 180
     for damaged in (b"", b"PAR1", whole[:-20], whole[100:], bytes(middle)):
         (tmp_path / "a.parquet").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
-            num_rows(tmp_path / "a.parquet")
+        for read in (num_rows, lambda file: [*whole_rows(str(file))]):
+            with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+                read(tmp_path / "a.parquet")
 
 
 def test_missing_columns(tmp_path) -> None:
