@@ -230,6 +230,7 @@ def test_fit_names_the_longest_sequence_on_one_card(capsys):
     shares = [number / 100 for number in range(5, 95, 5)]
     assert any(fits(longest, share) for share in shares)
     assert not any(fits(longest + 512, share) for share in shares)
+    assert main(["plan", str(CONFIGS / "qwen3-30b-a3b.toml"), "--fit"]) == 0
 
 
 def test_separate_engines_are_a_kind_of_gpu():
