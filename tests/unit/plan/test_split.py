@@ -14,7 +14,7 @@ from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError
 from megadapo.lab.simulate.policies import modes_of, policy_on_split, step_model_of
 from megadapo.lab.simulate.simulation import simulate, task_of
-from megadapo.lab.simulate.task import Task
+from megadapo.lab.simulate.task import ToyTask
 from megadapo.plan.cards import CARDS, H100, H200, Card
 from megadapo.plan.engine import (
     ALL_REDUCE_S,
@@ -141,7 +141,7 @@ def test_plan_and_simulate_have_the_same_seconds(name, capsys):
     is_rounds = config.sampling.mode == "rounds"
     sampling = modes_of(config.sampling, 2)[0] if is_rounds else config.sampling
     policy = policy_on_split(steps, sampling, steps.own_split())
-    found = simulate(policy, Task(task), num_steps=1)
+    found = simulate(policy, ToyTask(task), num_steps=1)
     assert f"{found.plan_s:,.0f}" == planned
 
 
