@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--gpus needs --gpu: this machine's own GPUs are all used")
     draft = Draft(arguments.overrides)
     draft.set("run.folder", f"runs/{output.stem}")
-    draft.set("run.num_steps", 200)
     draft.set("model.path", shipped(arguments.model))
     if arguments.environment is not None:
         draft.set("rollout.environments", ({"environment": arguments.environment},))

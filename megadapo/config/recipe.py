@@ -171,7 +171,8 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: extends: expected the name of another TOML file")
     seen = (*seen, path.resolve())
     base_path = path.parent / base
-    base_path = base_path if exists(base_path) else Path(shipped(base))
+    if base.startswith(CONFIGS) and not exists(base_path):
+        base_path = Path(shipped(base))
     if base_path.resolve() in seen:
         raise ConfigError(f"{path}: extends {base}, which extends this file again")
     return merge_tables(_read_recipe(base_path, seen), table)

@@ -57,6 +57,7 @@ def write_recipe(
         sample: returns the groups of a configuration's first step.
     """
     # the recipe is valid with these until its sizes are chosen
+    draft.set("run.num_steps", sizes.GPU_STEPS)
     sizes.set_batch(draft, sizes.NUM_SAMPLED, sizes.GROUP)
     draft.set("algorithm.overlong_buffer", 0)
     rows, others = _read_rows(draft, source, held_out, output)

@@ -17,7 +17,6 @@ def collect_as_before(phase: str, info: dict[str, int]) -> None:
         gc.set_threshold(*BEFORE)
 
 
-# a process forked from the server has both already
-if BEFORE != COLLECTOR_THRESHOLD:
+if BEFORE != COLLECTOR_THRESHOLD:  # a process forked from the server has both already
     gc.set_threshold(*COLLECTOR_THRESHOLD)
     gc.callbacks.append(collect_as_before)

@@ -73,7 +73,7 @@ def new(tmp_path, monkeypatch):
 
     def write(*overrides: str, rows=SUMS, sample=MIXED) -> tuple[RunConfig, str]:
         draft = Draft(overrides)
-        for key, value in {"model.path": BASE, "run.folder": "run", "run.num_steps": 200}.items():
+        for key, value in {"model.path": BASE, "run.folder": "run"}.items():
             draft.set(key, value)
         source = write_jsonl(tmp_path / "rows.jsonl", *rows)
         output = tmp_path / f"recipe{next(numbers)}.toml"
