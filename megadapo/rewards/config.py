@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import math
 import re
 import string
 from collections.abc import Iterator
@@ -221,6 +222,10 @@ class RewardFunction(Section, title="reward.functions"):
                 'reward.functions.options: "length" scores every response 0 without max_tokens, '
                 "min_tokens or alpha_len; set one"
             )
+        elif self.function == "length" and self.options.get("min_tokens", 0) > self.options.get(
+            "max_tokens", math.inf
+        ):
+            yield "reward.functions.options: min_tokens is above max_tokens, which no length meets"
         elif self.function in WITH_NETWORK:
             yield from self._wrong_server_options()
         elif self.function == LOCAL_MODEL and self.timeout_s < LOADING_TIMEOUT_S:

@@ -417,6 +417,7 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
         ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
         ([{"function": "length", "options": {"buffer": 9}}], "max_tokens, min_tokens or alpha_len"),
+        ([{"function": "length", "options": {"min_tokens": 2, "max_tokens": 1}}], "above max"),
         ([{"function": "m:f", "on_failure": "score"}], 'on_failure = "score" needs failure_score'),
         ([{"function": "m:f", "failure_score": 0.0}], "failure_score has no effect"),
         (
