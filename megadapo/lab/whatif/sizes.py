@@ -93,14 +93,14 @@ def gradient_sizes(
 
 _COLUMNS = (
     ("max / median |w d|", "spread", ".2f"),
-    ("positive", "positive_in_logprobs", ".1%"),
+    ("A > 0 of |w d|", "positive_in_logprobs", ".1%"),
     ("median", "median", ".1e"),
     ("p99", "p99", ".1e"),
     ("max", "largest", ".1e"),
     (f"top {TOP:.0%}", "top", ".1%"),
     (f"p < {RARE}", "rare", ".1%"),
     (f"p > {LIKELY}", "likely", ".1%"),
-    ("positive", "positive", ".1%"),
+    ("A > 0", "positive", ".1%"),
     ("longest 25%", "longest", ".1%"),
     ("last 25%", "last", ".1%"),
 )
