@@ -12,3 +12,5 @@ BUILT_IN = {
     "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",
 }
 """MODULE:CLASS of built-in environments by their name in a config."""
+CALLED = ("functions", "python", "search", "tools")
+"""Those whose tools a model can only call; with others a turn may be an answer by itself."""

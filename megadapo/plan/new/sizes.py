@@ -228,7 +228,8 @@ def _splits(draft: Draft, facts: Facts, card: Card, on_cpu: bool) -> Iterator[di
     models, num_gpus = Models(policy=facts.model), facts.num_gpus
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if num_gpus % size == 0]
     recomputed: tuple[Any, ...] = ((), ("mlp",), "full")
-    for size, recompute, engine in product(sizes, recomputed, sizes):
+    engines = [size for size in sizes if size <= GPUS_PER_NODE]
+    for size, recompute, engine in product(sizes, recomputed, engines):
         tensor = min(size, GPUS_PER_NODE)
         changes = {
             "rollout.num_engines": num_gpus // engine,

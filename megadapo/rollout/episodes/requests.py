@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megadapo.data.prompts import Prompt, render
+from megadapo.environments.adapters import CALLED
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
 from megadapo.environments.processes import EnvironmentDescription
@@ -66,8 +67,8 @@ class EpisodeRequests:
         """Check that environments have prompts, whose template and length allow turns and tools.
 
         Raises:
-            ConfigError: no prompt is played in an environment, or the chat template cannot write
-                the turns of a conversation.
+            ConfigError: no prompt is played in an environment, the chat template cannot write the
+                turns of a conversation, or nothing reads the calls of built-in tools.
             DataError: a prompt is too long with the tools of its environment, or the template
                 ignores them.
         """
@@ -87,6 +88,12 @@ class EpisodeRequests:
             request = self.request(prompt)
             if request is None or not self.tools(prompt):
                 continue
+            name = request.config.environment
+            if request.config.tool_parser is None and name in CALLED:
+                raise ConfigError(
+                    f'rollout.environments.tool_parser: without one no call of "{name}" is read, '
+                    'so an episode ends at its first turn; set the model\'s, such as "hermes"'
+                )
             if list(self.prompt_ids(prompt, max_prompt_tokens)) == render(prompt, self.tokenizer):
                 raise DataError(
                     f"rollout.environments: the chat template does not write the tools of "

@@ -173,6 +173,17 @@ def test_entries_without_prompts_are_named_before_a_run(entries, problem):
     )
 
 
+def test_tools_that_nothing_would_call_are_refused():
+    """Catches episodes that end at their first turn, because no parser reads the model's calls."""
+    described = EnvironmentDescription(
+        "functions", tools=({"type": "function"},), stop=(), output="{}"
+    )
+    environments = [(EnvironmentConfig(environment="functions"), described)]
+    requests = EpisodeRequests(environments=environments, tokenizer=PlainTokenizer(), seed=0)
+    with pytest.raises(ConfigError, match='tool_parser: without one no call of "functions"'):
+        requests.check([Prompt("one", (("user", "1+1="),), "2", "one")], 100)
+
+
 def test_one_wrong_data_source_of_several_is_a_warning(caplog):
     """One recipe may have entries for data that a run does not use."""
     check_data_sources(["maths"], ["code"], [])
