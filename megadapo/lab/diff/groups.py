@@ -151,18 +151,6 @@ def moved_group(
     return "" if in_b is None else f"Group {index} of A is group {in_b} of B."
 
 
-def swapped_responses(index: int, one: SavedGroup, two: SavedGroup) -> str:
-    """Return a sentence if B has the response at another place of its group, in an exchange.
-
-    Equal responses alone are no evidence: short ones often are equal.
-    """
-    a, b = tokens_of_group(one), tokens_of_group(two)
-    for other in range(min(len(a), len(b))):
-        if other != index and (a[index], a[other]) == (b[other], b[index]):
-            return f"B has the responses {index + 1} and {other + 1} swapped."
-    return ""
-
-
 def tokens_of_group(group: SavedGroup) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(saved.response.token_ids.tolist()) for saved in group.responses)
 
@@ -288,7 +276,6 @@ class StepGroups:
         first = differing[0]
         place, field = rollout_place(*pairs[first]) or (0, "")
         moved = moved_group(index, self.a, self.b, tokens_of_group)
-        moved = moved or swapped_responses(first, one, two)
         extent = share(len(differing), len(pairs), "response", "in the group")
         evidence = (moved, *about_tokens(*pairs[first], place, field), extent)
         token: int | None = place

@@ -107,15 +107,6 @@ def shifted_prompts(folder: Path) -> None:
     edit_groups(folder, 2, shift)
 
 
-def swapped_responses(folder: Path) -> None:
-    def swap(groups):
-        a, b, *others = groups[2].responses
-        groups[2] = replace(groups[2], responses=(b, a, *others))
-        return groups
-
-    edit_groups(folder, 1, swap)
-
-
 def finish_reason(folder: Path) -> None:
     edit_response(folder, 2, 3, 3, finish_reason="length")
 
@@ -240,10 +231,6 @@ FAULTS: list[tuple[Fault, int, str, str, str]] = [
     ),
     (swapped_groups, 2, "rollout", "group 5: prompt", "groups 5 and 6 swapped"),
     (shifted_prompts, 2, "rollout", "group 4: prompt", "Group 5 of A is group 4 of B"),
-    (
-        *(swapped_responses, 1, "rollout", "group 2, response 1, token 1"),
-        "responses 1 and 2 swapped",
-    ),
     (finish_reason, 2, "rollout", "group 7, response 4: finish reason", "tokens are equal"),
     (reward, 2, "score", "group 5, response 4: reward", "The response itself is the same"),
     (verdict, 2, "score", "group 4, response 1: correct", "1 of 5 groups differs"),
