@@ -89,7 +89,7 @@ def trained_not_mixed_share(record: MetricRecord) -> float | None:
     if not kept or share is None:
         return None
     sampled, reserved = record.get("groups/sampled") or 0, record.get("groups/from_reserve") or 0
-    return max(0.0, kept - reserved - (1.0 - share) * sampled) / kept
+    return max(0.0, kept - reserved - round((1.0 - share) * sampled)) / kept
 
 
 # a stopped group has cost its tokens: without them dynamic sampling would look cheaper than it is
