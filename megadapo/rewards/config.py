@@ -222,8 +222,8 @@ class RewardFunction(Section, title="reward.functions"):
                 'reward.functions.options: "length" scores every response 0 without max_tokens, '
                 "min_tokens or alpha_len; set one"
             )
-        elif self.function == "length" and self.options.get("min_tokens", 0) > self.options.get(
-            "max_tokens", math.inf
+        elif self.function == "length" and self.options.get("min_tokens", 0) > (
+            math.inf if (longest := self.options.get("max_tokens")) is None else longest
         ):
             yield "reward.functions.options: min_tokens is above max_tokens, which no length meets"
         elif self.function in WITH_NETWORK:

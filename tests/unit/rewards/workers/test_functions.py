@@ -343,7 +343,7 @@ def test_format_and_length() -> None:
     length = {"function": "length", "options": options}
     by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)
     assert [one.reward for one in by_length] == [-0.5, -0.25, 0.0, 0.0, -0.25, -1.0]
-    by_token = {"function": "length", "options": {"alpha_len": 0.001}}
+    by_token = {"function": "length", "options": {"alpha_len": 0.001, "max_tokens": None}}
     found = [one.reward for one in score(["a" * n for n in (10, 100, 1000)], by_token)]
     assert found == pytest.approx([-0.01, -0.1, -1.0], rel=1e-12)
     both = {"function": "length", "options": {"alpha_len": 0.001, "max_tokens": 98, "buffer": 4}}
